@@ -1,10 +1,13 @@
 """Convert a denoiser's weights: from anything that can be loaded to diffusers' format or to one file of ours.
 
-    python -m tools.convert INPUT OUTPUT --model "PixArt-XL/2" --to diffusers
-    python -m tools.convert INPUT OUTPUT.safetensors --model "STDiT-XL/2" --to safetensors --dtype fp16
+    python -m tools.convert CHECKPOINT OUTPUT.safetensors --dtype fp16
+    python -m tools.convert CHECKPOINT FOLDER                               # of diffusers
+    python -m tools.convert PixArt-XL-2-512x512.pth FOLDER --model "PixArt-XL/2" --to diffusers
 
-INPUT is what a config's `from_pretrained` takes: a file, a folder or a hub id (docs/weights.md). It must fit the named
-model exactly, whose arguments can be changed with `--set depth=12 caption_channels=768`; what it lacks by nature, such as
+INPUT is what a config's `from_pretrained` takes: a file, a folder or a hub id (docs/weights.md), or the folder of a run, whose
+newest checkpoint is taken. Checkpoints and files of ours state their model and its arguments; for others, name it with --model.
+It must fit the input exactly. Arguments are changed with `--set depth=12 caption_channels=768`; the channels, and the length of
+the table of "no text", are the input's. What the input lacks by nature, such as
 the temporal attention of a PixArt file, is listed and has its initial value; but a table of "no text" that the input lacks
 is written as zeros, which are read as none. `--to diffusers` writes a folder with
 config.json and diffusion_pytorch_model.safetensors; what diffusers fixes in its config is set with `--option
@@ -14,6 +17,7 @@ sample_size=64`. A model of your own is found with `--imports my_parts.py` (docs
 import argparse
 import inspect
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,18 +27,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora.checkpoint.load import MANIFEST, latest_checkpoint, open_checkpoint, read_weights
 from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.config.command_line import parse_literal
+from opensora.config.upgrade import upgrade
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.embedders import CaptionEmbedder
-from opensora.models.loading import null_text_known
+from opensora.models.loading import NULL_TEXT, OUTPUT, PATCHES, null_text_known, stated_component
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.environment import git_commit
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.imports import import_parts
+from opensora.utils.imports import import_parts, not_imported
 from opensora.utils.logging import show_messages
 
+log = logging.getLogger("opensora.convert")
 COUNTS = ("hidden_size", "num_heads", "width")  # arguments that models divide by, or make tensors of
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -74,7 +81,7 @@ def convert(
 
 
 def load(source: str, model: Mapping[str, Any]) -> Denoiser:
-    """The named model with the weights of `source`, ready to be written.
+    """The named model with the weights of `source`, ready to be written; sizes that it does not set are those of the weights.
 
     A table of "no text" that they lack would be written as random numbers, which nothing tells from a real one: it is zero.
 
@@ -93,6 +100,8 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
     cfg = {**model, "from_pretrained": source}
     if problems := MODELS.problems(cfg):
         raise UserError("\n".join(problems))
+    taken = inspect.signature(constructor).parameters
+    cfg = {key: value for key, value in shown_by_weights(read_weights(source)).items() if key in taken} | cfg
     torch.manual_seed(0)  # what the source lacks is the same each time
     try:
         built: Denoiser = MODELS.build(cfg)
@@ -103,6 +112,77 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
     if not null_text_known(built) and isinstance(built.y_embedder, CaptionEmbedder):
         built.y_embedder.clear_null()
     return built
+
+
+def shown_by_weights(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Arguments of a denoiser that shapes show, where the names are ours: most a run takes from its VAE and text encoder."""
+    patches, output = state.get(PATCHES), state.get(OUTPUT[1])  # [D, C, (frames,) p, p], [frames * p * p * C_out]
+    caption, table = state.get("y_embedder.y_proj.fc1.weight"), state.get(NULL_TEXT)  # [D, C_text], [L, C_text]
+    shown: dict[str, Any] = {} if patches is None else {"in_channels": patches.shape[1]}
+    if patches is not None and output is not None:
+        shown["pred_sigma"] = len(output) == 2 * patches[0].numel()
+    if caption is not None:
+        shown["caption_channels"] = caption.shape[1]
+    if table is not None:
+        shown["model_max_length"] = len(table)
+    return shown
+
+
+def newest_checkpoint(source: str) -> str:
+    """The newest checkpoint where `source` is the folder of a run; anything else as it is."""
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not (folder / MANIFEST).is_file() and (found := latest_checkpoint(folder)):
+        log.info("%s: the newest checkpoint of the run is %s", folder, found.name)
+        return str(found)
+    return source
+
+
+def stated_model(source: str) -> dict[str, Any]:
+    """The model component of a checkpoint or a file of ours; {} = the source states none.
+
+    Raises:
+        UserError: there is nothing at `source`, it is of a LoRA run, or its model is one of the user's own that was not imported.
+    """
+    config: Mapping[str, Any]
+    if (Path(source).expanduser() / MANIFEST).is_file():
+        config = open_checkpoint(Path(source).expanduser()).manifest.get("config") or {}
+        refuse_adapters(config, source)
+    else:
+        config = {"model": stated_component(source)}
+    return usable_model(config, source) if config.get("model") else {}
+
+
+def usable_model(values: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
+    """The `model` of a config's values, without its weights and in current spelling.
+
+    Raises:
+        UserError: it is no model, or not registered where the values name code that may do so, which is not run unasked.
+    """
+    model, named = values.get("model"), values.get("imports") or []
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"{where}: imports={named!r}: expected a list of files (.py) and modules.")
+    if not isinstance(model, dict) or not isinstance(model.get("type"), str):
+        raise UserError(f"{where} names no model.")
+    if MODELS.get(model["type"]) is None and (missing := not_imported(named)):
+        raise UserError(
+            f"{model['type']!r}, the model of {where}, is not registered. It may come from {', '.join(missing)}, "
+            f"which is code and is not run unasked; if you trust it: --imports {' '.join(missing)}."
+        )
+    return {key: value for key, value in upgrade("model", model).items() if key != "from_pretrained"}
+
+
+def refuse_adapters(config: Mapping[str, Any], checkpoint: str | Path) -> None:
+    """Refuse the checkpoint of a LoRA run, by the config in its manifest, where plain weights are wanted.
+
+    Raises:
+        UserError: it names the commands that make something of it.
+    """
+    if config.get("lora") is not None:
+        raise UserError(
+            f"{checkpoint} is of a LoRA run: it holds adapters, not the weights of a model. Merge them into the weights that they "
+            f"were trained on, `python -m tools.lora merge {checkpoint} OUT.safetensors`, or take them alone, "
+            f"`python -m tools.lora export {checkpoint} FOLDER`."
+        )
 
 
 def refuse_overflow(tensors: Mapping[str, Tensor], dtype: str) -> None:
@@ -160,9 +240,11 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", help="file, folder or hub id of weights")
     parser.add_argument("output", type=Path, help="what to make")
-    parser.add_argument("--model", required=True, help="registered name: python -m opensora.registry --registry model")
+    parser.add_argument("--model", help="registered name, where the input states none: see python -m opensora.registry")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="model's arguments")
-    parser.add_argument("--to", required=True, choices=("diffusers", "safetensors"))
+    parser.add_argument(
+        "--to", choices=("diffusers", "safetensors"), help="safetensors if output ends so, else a folder of diffusers"
+    )
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp32")
     parser.add_argument("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for diffusers")
     parser.add_argument("--imports", nargs="+", default=(), metavar="FILE", help="files or modules of your own")
@@ -173,13 +255,22 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """The command line."""
     args = read_arguments()
-    if args.option and args.to != "diffusers":
+    to = args.to or ("safetensors" if args.output.suffix == ".safetensors" else "diffusers")
+    if args.option and to != "diffusers":
         raise UserError("--option is for --to diffusers only.")
+    changes, options = pairs(args.set, "--set"), pairs(args.option, "--option")
     show_messages()
+    source = newest_checkpoint(args.input)
     import_parts(args.imports)
-    model = {"type": args.model, **pairs(args.set, "--set")}
-    options = pairs(args.option, "--option")
-    out = convert(args.input, args.output, model, to=args.to, dtype=args.dtype, options=options)
+    model = stated_model(source)
+    if args.model not in (None, model.get("type")):
+        model = {"type": args.model}
+    if not model:
+        raise UserError(
+            f"{source} does not state of which model it is: name it with --model (python -m opensora.registry --registry model "
+            "lists the names), and with --set its arguments that are not the defaults."
+        )
+    out = convert(source, args.output, model | changes, to=to, dtype=args.dtype, options=options)
     size = sum(file.stat().st_size for file in (out, *out.glob("*")) if file.is_file())
     print(f"{out}: {size / 1e6:.1f} MB")
 

@@ -1,6 +1,6 @@
 """Take the weights out of a checkpoint, to ship or to start another run from.
 
-    python -m tools.export_weights CHECKPOINT OUT.safetensors [--part ema|model] [--dtype fp16|bf16|fp32]
+    python -m tools.export_weights CHECKPOINT_OR_RUN OUT.safetensors [--part ema|model] [--dtype fp16|bf16|fp32]
 
 The EMA weights are taken by default. In fp16, the default, values end at 65504; weights that do not fit are refused. The file's header says which model, config and step it came from. Weights
 of other origins, and other formats: tools/convert.py.
@@ -12,7 +12,8 @@ from pathlib import Path
 from opensora.checkpoint.load import open_checkpoint
 from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.utils.errors import UserError, exit_on_user_error
-from tools.convert import refuse_overflow
+from opensora.utils.logging import show_messages
+from tools.convert import newest_checkpoint, refuse_adapters, refuse_overflow
 
 PARTS = ("ema", "model")
 
@@ -21,10 +22,12 @@ def export_weights(checkpoint: Path, out: Path, *, part: str = "ema", dtype: str
     """Write one part of a checkpoint as a single file; returns its size in bytes.
 
     Raises:
-        UserError: the checkpoint is incomplete, has no such part or numbers beyond `dtype`, or `out` is there already.
+        UserError: the checkpoint is incomplete, of a LoRA run, has no such part or numbers beyond `dtype`, or `out` is there already.
     """
     refuse_existing(out)
     opened = open_checkpoint(checkpoint)
+    config = opened.manifest.get("config") or {}
+    refuse_adapters(config, checkpoint)
     tensors = opened.tensors(part)
     if not tensors:
         others = [other for other in PARTS if opened.tensors(other)]
@@ -34,7 +37,7 @@ def export_weights(checkpoint: Path, out: Path, *, part: str = "ema", dtype: str
         )
     refuse_overflow(tensors, dtype)
     header = {key: opened.manifest.get(key) for key in ("model", "step", "git_commit")}
-    header["config"] = (opened.manifest.get("config") or {}).get("model")
+    header["config"] = config.get("model")
     return write_file(tensors, out, dtype=dtype, header={"part": part, "source": str(checkpoint), **header})
 
 
@@ -47,7 +50,9 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, default="ema")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
     args = parser.parse_args()
-    size = export_weights(args.checkpoint, args.out, part=args.part, dtype=args.dtype)
+    show_messages()
+    checkpoint = Path(newest_checkpoint(str(args.checkpoint)))
+    size = export_weights(checkpoint, args.out, part=args.part, dtype=args.dtype)
     print(f"{args.out}: {size / 1e6:.1f} MB")
 
 

@@ -19,14 +19,15 @@ from opensora.config.schema import (
     InferenceConfig,
     Schema,
     TrainConfig,
+    VAEInferenceConfig,
     VAETrainConfig,
-    schema_fields,
+    grouped,
 )
 from opensora.config.upgrade import OLD_KEYS, OLD_SCHEDULERS
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
 
 ROOT = Path(__file__).parent.parent
-SCHEMAS: tuple[Schema, ...] = (TrainConfig, InferenceConfig, VAETrainConfig)
+SCHEMAS: tuple[Schema, ...] = (TrainConfig, InferenceConfig, VAETrainConfig, VAEInferenceConfig)
 REGISTRIES = {
     "Models, VAEs and text encoders (`model`, `vae`, `text_encoder`)": MODELS,
     "Schedulers (`scheduler`)": SCHEDULERS,
@@ -52,6 +53,8 @@ argument that a component's constructor does not take. All problems are reported
 - `(H, W)`: `--image-size 256 256`, `--image-size 256,256`. Lists: `--prompt "a" "b"`. `None` is None.
 - Booleans: `true yes t y 1`, `false no f n 0`; `--wandb` alone is True.
 - A value that begins with `--` is written with `=`: `--prompt=--dashes--`.
+- Names that other codes have for an option, such as `--learning-rate` of diffusers, are taken, and the log says the name
+  here; a file has the names here alone.
 - `--print-config` shows every value and where it was set. `--help` lists the fields.
 
 ## Fields that the dataset shares
@@ -85,20 +88,21 @@ def generate() -> str:
 
 
 def schema_section(schema: Schema) -> str:
-    """Fields and short names of one schema."""
-    rows = [
-        (f"`{f.name}`", type_text(f), "required" if f.default is REQUIRED else f"`{f.default!r}`", f.doc)
-        for f in schema_fields(schema).values()
-    ]
-    aliases = [(f"`--{dashed(name)}`", f"`{'.'.join(alias.path)}`") for name, alias in schema.aliases.items()]
-    return "\n".join(
-        [
-            f"## {schema.__name__}\n\n{(schema.__doc__ or '').strip()}\n",
-            table(("field", "type", "default", "meaning"), rows),
-            "Short names:\n",
-            table(("on the command line", "is"), aliases),
+    """A table for each group of fields and short names, as `--help` has them, and the names that other codes have for them."""
+    lines = [f"## {schema.__name__}\n\n{(schema.__doc__ or '').strip()} `--name` is for the command line alone.\n"]
+    for group, fields in grouped(schema).items():
+        rows = [
+            (f"`--{dashed(f.name)}`", type_text(f), "", f.doc)
+            if f.name in schema.aliases
+            else (f"`{f.name}`", type_text(f), "required" if f.default is REQUIRED else f"`{f.default!r}`", f.doc)
+            for f in fields
         ]
-    )
+        lines += [f"### {group}\n", table(("field", "type", "default", "meaning"), rows)]
+    theirs: dict[str, list[str]] = {}
+    for name, ours in schema.other_names.items():
+        theirs.setdefault(ours, []).append(f"`--{dashed(name)}`")
+    names = [(f"`--{dashed(ours)}`", ", ".join(others)) for ours, others in sorted(theirs.items())]
+    return "\n".join([*lines, "### Names of other codes\n", table(("here", "also taken"), names)])
 
 
 def old_names() -> str:
@@ -116,11 +120,26 @@ COMPONENTS_NOTE = """A component is `dict(type=NAME, argument=value, ...)`. Argu
 
 
 def components(registry: Registry) -> Iterator[str]:
-    """Each registered name with the arguments of its constructor."""
+    """Each class, or function, with its registered names and the arguments of its constructor."""
+    names: dict[Any, list[str]] = {}
     for name in registry.choices():
-        parameters = inspect.signature(registry.get(name)).parameters
-        rows = [(f"`{key}`", default_text(p.default)) for key, p in parameters.items() if key != "self"]
-        yield f"#### `{name}`\n\n" + (table(("argument", "default"), rows) if rows else "No arguments.\n")
+        names.setdefault(inspect.unwrap(registry.get(name)), []).append(name)
+    for constructor, registered in names.items():
+        parameters = arguments(constructor if len(registered) > 1 else registry.get(registered[0]))
+        rows = [(f"`{key}`", default) for key, default in parameters.items()]
+        text = f"#### `{constructor.__name__ if len(registered) > 1 else registered[0]}`\n\n"
+        if len(registered) > 1:
+            variants = [(name, arguments(registry.get(name)).items() - parameters.items()) for name in registered]
+            changed = [
+                (f"`{name}`", ", ".join(f"{key}={d.strip('`')}" for key, d in sorted(new))) for name, new in variants
+            ]
+            text += table(("name", "other defaults"), changed) + "\n"
+        yield text + (table(("argument", "default"), rows) if rows else "No arguments.\n")
+
+
+def arguments(constructor: Any) -> dict[str, str]:
+    """The arguments of a constructor and their defaults."""
+    return {k: default_text(p.default) for k, p in inspect.signature(constructor).parameters.items() if k != "self"}
 
 
 def default_text(default: Any) -> str:

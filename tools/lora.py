@@ -5,32 +5,30 @@
                          [--imports FILE ...]
 
 `export` writes peft's adapter_config.json and adapter_model.safetensors, a few MB; `scripts/inference.py --lora FOLDER`
-and peft read them. `merge` writes plain weights for `--ckpt-path`. LORA is a checkpoint folder of a LoRA run, which knows
-its model and base, or an exported folder, which needs --config (a training or sampling config with the model) and --base.
-A model of your own is found through the config's `imports` or --imports (docs/own-parts.md).
+and peft read them. `merge` writes plain weights for `--ckpt-path`. CHECKPOINT and LORA may be a checkpoint folder of a LoRA run, or
+the run's folder, whose newest checkpoint is taken: it knows its model and base. LORA may be an exported folder, which knows its
+base; the model is then what the base's file states, or that of --config, a training or sampling config. A model of your own is
+found through the config's `imports` or --imports (docs/own-parts.md).
 """
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opensora.checkpoint.load import MANIFEST, open_checkpoint, read_weights
-from opensora.checkpoint.lora import Adapter, factors_of, load_lora, write_adapter
+from opensora.checkpoint.load import MANIFEST, open_checkpoint
+from opensora.checkpoint.lora import CONFIG_FILE, Adapter, factors_of, merge_adapter, read_adapter, write_adapter
 from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.config.load import read_file
 from opensora.config.schema import LoraOptions
-from opensora.registry import MODELS
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.imports import import_parts, not_imported
-from tools.convert import load, refuse_overflow
+from opensora.utils.folders import read_json
+from opensora.utils.imports import import_parts
+from opensora.utils.logging import show_messages
+from tools.convert import load, newest_checkpoint, refuse_overflow, stated_model, usable_model
 
-# arguments of a denoiser that a run takes from VAE and text encoder, and where its weights show them
-SHOWN_BY_WEIGHTS = {
-    "in_channels": ("x_embedder.proj.weight", 1),
-    "caption_channels": ("y_embedder.y_proj.fc1.weight", 1),
-    "model_max_length": ("y_embedder.y_embedding", 0),
-}
+log = logging.getLogger("opensora.lora")
 
 
 def export(checkpoint: Path, out: Path, *, part: str = "ema") -> Path:
@@ -63,8 +61,8 @@ def merge(
 
     Args:
         lora: a checkpoint folder of a LoRA run, or an exported adapter.
-        base: weights to start from; None: what the run or the config names.
-        config: a config file with the model; None: the run's own.
+        base: weights to start from; None: what the config, the run or the exported adapter names.
+        config: a config file with the model; None: the run's own, or what the base states.
         scale: how much of the adapter.
         dtype: of the file.
         imports: files or modules with parts of the user's own; None: those that the config file names.
@@ -73,43 +71,47 @@ def merge(
         UserError: something does not fit, is missing, or `out` is there already.
     """
     refuse_existing(out)
-    component = _model_of(lora, config, imports)
-    base = base or component.get("from_pretrained")
-    if base is None:
-        raise UserError(
-            "no base weights: the LoRA changes a model that it does not contain. Name it with --base WEIGHTS."
-        )
-    state = read_weights(base)  # sizes that the weights show, where they have our names; else the model's defaults hold
-    shown = {key: state[name].shape[axis] for key, (name, axis) in SHOWN_BY_WEIGHTS.items() if name in state}
-    model = load(base, {**shown, **component})
-    layers = load_lora(model, lora, scale)
-    header = {"model": component["type"], "source": str(lora), "base": base, "lora_layers": layers, "lora_scale": scale}
-    refuse_overflow(model.state_dict(), dtype)
-    return write_file(model.state_dict(), out, dtype=dtype, header=header)
-
-
-def _model_of(lora: Path, config: Path | None, imports: Sequence[str] | None) -> dict[str, Any]:
-    """The component of the base; what registers it is imported."""
+    adapter = read_adapter(lora)
     values: dict[str, Any] = {}
+    where = config or lora
     if config is not None:
         values = read_file(config)[0]
     elif (lora / MANIFEST).is_file():
         values = open_checkpoint(lora).manifest.get("config") or {}
-    else:
-        raise UserError(f"{lora} does not say of which model it is; name a config with --config.")
-    model, named = values.get("model"), values.get("imports") or []
-    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"{config or lora}: imports={named!r}: expected a list of files (.py) and modules.")
-    if not isinstance(model, dict) or not isinstance(model.get("type"), str):
-        raise UserError(f"{config or lora} names no model.")
-    # a .py config is code, other files and checkpoints are data: what they name is not run unasked
-    import_parts(named if imports is None and config is not None and config.suffix == ".py" else imports or ())
-    if MODELS.get(model["type"]) is None and (missing := not_imported(named)):
+    if imports is None and config is not None and config.suffix == ".py":
+        imports = values.get(
+            "imports"
+        )  # such a config is code; other files and checkpoints are data, whose names are not run unasked
+    import_parts(imports if isinstance(imports, list | tuple) else ())
+    component = usable_model(values, where) if values else {}
+    named = values["model"].get("from_pretrained") if values else None
+    if named is None and config is None and (lora / CONFIG_FILE).is_file():
+        where = lora / CONFIG_FILE
+        named = read_json(where, "").get("base_model_name_or_path")
+    if base is None and named is None:
         raise UserError(
-            f"{model['type']!r}, the model of {config or lora}, is not registered. It may come from {', '.join(missing)}, "
-            f"which is code and is not run unasked; if you trust it: --imports {' '.join(missing)}."
+            f"no base weights: a LoRA changes a model that it does not contain, and {where} names none. Name it with --base WEIGHTS."
         )
-    return dict(model)
+    if base is None:
+        log.info("the base is %s, as %s says", named, where)
+    try:
+        weights = newest_checkpoint(str(base or named))
+        component = component or stated_model(weights)
+        if not component:
+            raise UserError(
+                f"neither {lora} nor {weights} states of which model it is; name a config that does with --config."
+            )
+        model = load(weights, component)
+    except UserError as error:
+        if base is not None:
+            raise
+        raise UserError(f"{error}\nThe base, {named}, is what {where} names; --base WEIGHTS names another.") from error
+    layers = merge_adapter(model, adapter, scale, lora)
+    header = {"model": component["type"], "config": component, "source": str(lora), "base": weights}
+    refuse_overflow(model.state_dict(), dtype)
+    return write_file(
+        model.state_dict(), out, dtype=dtype, header={**header, "lora_layers": layers, "lora_scale": scale}
+    )
 
 
 @exit_on_user_error
@@ -122,8 +124,9 @@ def main() -> None:
     one.add_argument("out", type=Path)
     one.add_argument("--part", choices=("ema", "model"), default="ema")
     two = commands.add_parser("merge", help="base and adapter as plain weights")
-    two.add_argument("lora", type=Path)
-    two.add_argument("out", type=Path)
+    two.add_argument("lora", type=Path, help="checkpoint or folder of a LoRA run, or an exported folder")
+    two.add_argument("out", type=Path, nargs="?", help="the .safetensors file to make")
+    two.add_argument("--out", type=Path, dest="out_file", help="the same, as an option")
     two.add_argument("--base", help="weights that the adapter was trained on")
     two.add_argument("--config", type=Path, help="config with the model, for an exported adapter")
     two.add_argument("--scale", type=float, default=1.0, help="how much of the adapter")
@@ -132,19 +135,24 @@ def main() -> None:
         "--imports", nargs="+", metavar="FILE", help="files or modules of your own, in place of the config's"
     )
     args = parser.parse_args()
+    show_messages()
     if args.command == "export":
-        print(export(args.checkpoint, args.out, part=args.part))
+        checkpoint = Path(newest_checkpoint(str(args.checkpoint)))
+        print(export(checkpoint, args.out, part=args.part))
         return
+    outs = [out for out in (args.out, args.out_file) if out is not None]
+    if len(outs) != 1:
+        two.error("name the file to make once, as OUT or as --out FILE")
     size = merge(
-        args.lora,
-        args.out,
+        Path(newest_checkpoint(str(args.lora))),
+        outs[0],
         base=args.base,
         config=args.config,
         scale=args.scale,
         dtype=args.dtype,
         imports=args.imports,
     )
-    print(f"{args.out}: {size / 1e6:.1f} MB")
+    print(f"{outs[0]}: {size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

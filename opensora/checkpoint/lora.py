@@ -69,7 +69,7 @@ def read_adapter(path: str | Path) -> Adapter:
         UserError: there is none at `path`, it is damaged, or it does more than add B A.
     """
     path = Path(path).expanduser()
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() or not path.exists():  # which says so, and what there is
         checkpoint = open_checkpoint(path)
         options = (checkpoint.manifest.get("config") or {}).get("lora")
         if options is None:
@@ -157,8 +157,3 @@ def merge_adapter(model: nn.Module, adapter: Adapter, scale: float = 1.0, source
         update = scale * adapter.scale * (B.to(weight.device, torch.float32) @ A.to(weight.device, torch.float32))
         weight.copy_(weight.float() + update)
     return len(adapter.factors)
-
-
-def load_lora(model: nn.Module, path: str | Path, scale: float = 1.0) -> int:
-    """Read the adapter at `path` and merge it; see `read_adapter` and `merge_adapter`."""
-    return merge_adapter(model, read_adapter(path), scale, path)

@@ -6,18 +6,21 @@
 import ast
 import itertools
 import re
+import sys
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from opensora.config.schema import REQUIRED, Field, Schema, coerce, describe, members, schema_fields
+from opensora.config.schema import REQUIRED, Component, Field, Schema, coerce, describe, grouped, members, schema_fields
 from opensora.config.upgrade import FOREIGN_NAMES, OLD_KEYS, OLD_TYPES
 
 FLAGS = ("cfg", "deepspeed", "print-config", "help")  # that are not fields
 BARE = re.compile(r"([A-Za-z_]\w*)(\.\w+)*=")  # the beginning of `component.key=value`
+WIDTH, INDENT = 100, 28  # of --help
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -40,13 +43,15 @@ class Command:
     settings: list[Setting] = field(default_factory=list)
     print_config: bool = False
     help: bool = False
+    translates: bool = True
     unknown: list[tuple[str, str]] = field(default_factory=list)  # (flag, key) of flags that name no field
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what other codes' names are here
 
 
-def read_command(schema: Schema, argv: Sequence[str]) -> Command:
-    """Take a command line apart, by the types that the schema declares."""
-    command, tokens = Command(), list(argv)
+def read_command(schema: Schema, argv: Sequence[str], *, translates: bool = True) -> Command:
+    """Take a command line apart, by the types that the schema declares; `translates`: other codes' names are taken too."""
+    command, tokens = Command(translates=translates), list(argv)
     while tokens:
         token = tokens.pop(0)
         if token in ("-h", "--help"):
@@ -92,10 +97,17 @@ def _read_flag(schema: Schema, command: Command, token: str, tokens: list[str]) 
             raise ValueError(f"a value is missing, expected {describe(annotation)}")
         value = parse_texts(texts, annotation)
     except ValueError as error:
-        command.problems.append(f"{flag}: {error}.")
+        hint = ""
+        if Component in members(annotation):  # a name, where a component is due
+            hint = f" Its arguments are set one by one: {flag}.{'rank 16' if path == ('lora',) else 'type NAME'}."
+        elif path[0].endswith("image_size"):
+            hint = f" Write {flag} HEIGHT WIDTH."
+        command.problems.append(f"{flag}: {error}.{hint}")
         return
     removed = schema.removed.get(path[0])
-    if flag == "--cfg":
+    if flag == "--cfg" and _is_number(value):
+        command.problems.append(f"--cfg names the config; the scale of guidance is --cfg-scale {value}.")
+    elif flag == "--cfg":
         _set_config(command, value)
     elif flag == "--deepspeed":
         command.deepspeed = value
@@ -115,12 +127,20 @@ def _target(schema: Schema, command: Command, flag: str) -> tuple[tuple[str, ...
     if not keys and name in schema.removed:
         return path, schema.removed[name].annotation
     if not keys and name in schema.aliases:
-        return schema.aliases[name]
+        return schema.aliases[name].path, schema.aliases[name].annotation
     if declared is not None and not keys:
         return path, OLD_TYPES.get(name, declared.annotation)
     if declared is not None and declared.takes_keys and all(keys):
         return path, Any
-    if declared is None:
+    if not keys and name in schema.other_names and command.translates:
+        ours = dashed(schema.other_names[name])
+        found = (f for fields in grouped(schema).values() for f in fields if dashed(f.name) == ours)
+        docs = [f" ({re.split('[:;]', f.doc)[0]})" for f in found]
+        command.notes.append(f"{flag} is --{ours} here{''.join(docs)}.")
+        return _target(schema, command, f"--{ours}")
+    if not keys and name in schema.open_names:
+        command.problems.append(f"{flag} is no option: {schema.open_names[name]}.")
+    elif declared is None:
         command.unknown.append((flag, name))
     else:
         command.problems.append(f"{flag}: {name} is {describe(declared.annotation)}; it has no keys.")
@@ -134,7 +154,7 @@ def _count_values(schema: Schema, tokens: Sequence[str], annotation: Any, *, con
     if config_comes and (bool in kinds or annotation is None):  # `--wandb configs/x.py`
         end = next((i for i, token in enumerate(tokens[:end]) if _names_config(token)), end)
     if {list, bool, Any} & {*kinds} or annotation is None:  # `--prompt "a lake" seed=3`, `--scheduler.faster seed=3`
-        names = {*schema_fields(schema), *schema.aliases, *schema.removed, *FOREIGN_NAMES}
+        names = {*schema_fields(schema), *schema.aliases, *schema.removed, *FOREIGN_NAMES, *schema.other_names}
         bare = (i for i, token in enumerate(tokens[:end]) if (match := BARE.match(token)) and match[1] in names)
         end = next(bare, end)
     if list in kinds or annotation is None:
@@ -220,20 +240,44 @@ class _Dicts(ast.NodeTransformer):
 
 def help_text(schema: Schema) -> str:
     """What `--help` prints."""
-    lines = []
-    for f in schema_fields(schema).values():
-        default = "required" if f.default is REQUIRED else f"default {f.default!r}"
-        lines.append(f"  --{dashed(f.name):<24}{type_text(f)}, {default}\n{'':28}{f.doc}")
-    aliases = [f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()]
-    return "\n\n".join(
-        [
-            "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [field=VALUE] [--print-config] [--help]",
-            f"{(schema.__doc__ or '').strip()}\nCONFIG is a Python file that sets fields; the command line overrides it.",
-            "\n".join(["fields:", *lines]),
-            "\n".join(["short names for keys of components:", *aliases]),
-            f"other:\n  --{'print-config':<24}show every value and where it was set, then stop\n",
-        ]
-    )
+    example = textwrap.wrap(f"{program()} {schema.example}", WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    parts = [
+        f"usage: {program()} CONFIG [--field VALUE] [--component.key VALUE] ...",
+        "  " + " \\\n      ".join(example),
+        _filled(
+            f"{(schema.__doc__ or '').strip()} CONFIG is a Python file that sets fields; the command line overrides it, also "
+            "as field=VALUE. --print-config shows every value and where it was set, then stops. docs/config.md lists the "
+            "arguments of components.",
+            "",
+        ),
+    ]
+    for group, fields in grouped(schema).items():
+        lines = []
+        for f in fields:
+            default = (
+                ""
+                if f.name in schema.aliases
+                else "; required"
+                if f.default is REQUIRED
+                else f"; default {f.default!r}"
+            )
+            lines.append(_filled(f"{f.doc} [{type_text(f)}{default}]", f"  --{dashed(f.name):<{INDENT - 5}} "))
+        parts.append("\n".join([f"{group}:", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _filled(text: str, first: str) -> str:
+    """A paragraph in the width of a terminal; below `first`, where there is one, its other lines are indented."""
+    indent = INDENT * " " if first else ""
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def program() -> str:
+    """What a user types to start this program, without its arguments: `python scripts/train.py`, `opensora train`."""
+    path = Path(sys.argv[0])
+    if path.suffix != ".py":
+        return path.name
+    return f"python {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
 
 
 def dashed(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from mmengine.config import ConfigDict
 
-from opensora.config.command_line import dashed, help_text, read_command
+from opensora.config.command_line import dashed, help_text, program, read_command
 from opensora.config.resolve import Draft, Origins, listing
 from opensora.config.schema import (
     FULL_FPS,
@@ -67,21 +67,23 @@ def parse_config(
         schema: `TrainConfig`, `InferenceConfig`, `VAETrainConfig` or `VAEInferenceConfig`.
         registries: for each component field, where its type is registered; a field without one is not looked into.
         argv: the command line without the program; `sys.argv[1:]` when None.
-        options: names of what a tool has taken out of `argv` for itself; a flag that is no field may be one of them misspelt.
+        options: names of what a tool has taken out of `argv` for itself; a flag that is no field may be one of them misspelt, and
+            so is not taken for another code's name of a field.
 
     Raises:
         UserError: lists everything that is wrong.
         SystemExit: after `--help` and `--print-config`.
     """
-    command = read_command(schema, sys.argv[1:] if argv is None else argv)
+    options = [dashed(name) for name in options]
+    command = read_command(schema, sys.argv[1:] if argv is None else argv, translates=not options)
     if command.help:
         sys.stdout.write(help_text(schema))
         raise SystemExit(0)
-    draft = Draft(schema, registries or {}, [dashed(name) for name in options])
+    draft = Draft(schema, registries or {}, options)
     try:
         if command.config is None:
             raise UserError(
-                "no config file given; usage: SCRIPT CONFIG [--field VALUE ...], the config first (see --help)."
+                f"no config file given; usage: {program()} CONFIG [--field VALUE ...], the config first (see --help)."
             )
         values, origins, problems = read_file(Path(command.config), schema)
         overrides, idle = ({}, []) if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))

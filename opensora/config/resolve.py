@@ -8,6 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from opensora.config.schema import (
     schema_fields,
 )
 from opensora.config.upgrade import replaced_by, translate, upgrade
-from opensora.registry import Registry, did_you_mean
+from opensora.registry import Registry
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ SCRIPTS: dict[Schema, str] = {
 }
 DEFAULT_DATASET = "VideoTextDataset"
 NEAR = 0.75  # of a field's name; with less, bin_size is near sp_size, and batch_size near image_size
+VERY_NEAR = 0.85  # of other codes' names, of which there are many
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
@@ -97,8 +99,7 @@ class Draft:
                 path = ".".join(schema.aliases[key].path)
                 self._complain((key,), f"{key!r} is a name for the command line; in a file set {path}.")
             elif key not in self.fields:
-                hint = did_you_mean(key, list(self.fields), NEAR)
-                self._complain((key,), f"{key!r} is not a field of {schema.__name__}.{hint}")
+                self._complain((key,), f"{key!r} is not a field of {schema.__name__}.{self._hint(key)}")
             elif not (has_buckets and key == "batch_size" and value is None):  # Open-Sora: buckets have their own
                 try:
                     json.dumps(value)
@@ -115,13 +116,13 @@ class Draft:
     def take_command(self, command: Command) -> None:
         """Write what the command line sets over what the file set."""
         self.problems += command.problems
+        self.notes += command.notes
         for flag, key in command.unknown:
             owners = [name for name in self.values if key in self._arguments(name, self.values[name])]
-            names = [dashed(name) for name in (*self.fields, *self.schema.aliases, *FLAGS, *self.options)]
-            hint = did_you_mean(dashed(key), names, NEAR).replace("mean '", "mean '--")
-            text = f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
+            text = f"{flag} is not a field of {self.schema.__name__}.{self._hint(key, typed=True)} --help lists all."
             if owners:
-                text = f"{flag} is not a field, but {owners[0]} takes it: write --{owners[0]}.{key}."
+                flags = " or ".join(f"--{dashed(owner)}.{key}" for owner in owners)
+                text = f"{flag} is not a field, but {' and '.join(owners)} take{'s' * (len(owners) == 1)} it: write {flags}."
             self.problems.append(text)
         # whole fields first, wherever they stand: `--model.depth 2 --model "{...}"` means both
         for setting in sorted(command.settings, key=lambda setting: len(setting.path) > 1):
@@ -215,6 +216,25 @@ class Draft:
         text = f"{text} ({origin})" if text and origin else text
         if text and text not in found:
             found.append(text)
+
+    def _hint(self, name: str, *, typed: bool = False) -> str:
+        """What a name that is no field may mean; the command line has more names than a file."""
+        schema = self.schema
+        if name in schema.open_names:
+            return f" Instead: {schema.open_names[name]}."
+        more = (*schema.aliases, *FLAGS, *self.options) if typed else ()
+        ours = {known.replace("-", "_"): known for known in (*self.fields, *more)}
+        near = get_close_matches(name, ours, n=1, cutoff=NEAR)
+        other = get_close_matches(name, schema.other_names, n=1, cutoff=VERY_NEAR)
+        found = [schema.other_names[theirs] for theirs in other] or [ours[known] for known in near]
+        if not found:
+            return ""
+        meant = found[0]
+        if typed:
+            meant = f"--{dashed(meant)}"
+        elif meant in schema.aliases:
+            meant = ".".join(schema.aliases[meant].path)
+        return f" Did you mean {meant!r}?"
 
     def _upgrade(self) -> None:
         """Replace older spellings by the current ones."""

@@ -15,17 +15,24 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard, Union
 
 from opensora.config.upgrade import (
     GENERATION_ALIASES,
+    INFERENCE_NAMES,
+    INFERENCE_OPEN,
     MULTI_RESOLUTION,
     REMOVED_INFERENCE,
     REMOVED_TRAIN,
     REMOVED_VAE_TRAIN,
+    TRAIN_NAMES,
+    TRAIN_OPEN,
     VAE_ALIASES,
+    VAE_INFERENCE_NAMES,
+    VAE_INFERENCE_OPEN,
+    VAE_TRAIN_NAMES,
+    VAE_TRAIN_OPEN,
     Alias,
     Removed,
     translate_level,
 )
 from opensora.registry import did_you_mean
-from opensora.utils.dtype import DTYPES
 from opensora.utils.errors import UserError
 
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
@@ -34,7 +41,36 @@ REQUIRED: Any = MISSING
 SAMPLING_STEPS = 30  # of a validation's videos, where the config names no sampler of its own
 FULL_FPS = 24  # of the videos that models are trained on, where nothing else is known
 LOSS_TERMS = ("l1", "mse", "pooled", "lpips", "kl")
+DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "half", "float16")  # here, as `utils.dtype` imports torch
 NUM_FRAMES = r"[0-9]{1,9}|[0-9]{1,6}(\.[0-9]{1,6})?[sx]"  # a number, seconds, or multiples of two seconds
+
+
+FIRST = "Set first"
+# groups of --help and docs/config.md; what people set first is in FIRST instead (`RunConfig.first`)
+GROUPS = {
+    "Model": "model vae text_encoder scheduler ckpt_path lora lora_scale flash_attn layernorm_kernel imports",
+    "Data": "data_path files root dataset num_workers prefetch_gib num_samples cache_text dry_run",
+    "Frames and size": "num_frames duration fps frame_interval image_size resolution aspect_ratio aspect_ratio_order "
+    "multi_resolution use_image_transform bucket_config bucket_tail bucket_order mixed_lengths mask_ratios",
+    "Prompts": "prompt prompt_path start_index end_index negative_prompt aes flow camera_motion motion_flow llm_refine",
+    "Images and videos as conditions": "image last_image extend edit edit_ratio reference_path mask_strategy mask_strategy_format "
+    "align reference_cache",
+    "Long videos": "loop condition_frame_length condition_frame_edit",
+    "Sampling": "num_sampling_steps cfg_scale guidance_scale cfg_channel",
+    "Training": "batch_size accumulation_steps epochs max_steps lr lr_schedule warmup_steps weight_decay adam_betas adam_eps "
+    "grad_clip ema_decay ema_every ema_device on_nonfinite max_skipped step_timeout_min",
+    "Loss": "loss lpips lpips_frames trained reconstruction logvar_init discriminator adversarial_weight adversarial_scale "
+    "adversarial_start discriminator_lr",
+    "Checkpoints": "outputs exp_name load load_check other_data start_from_scratch ckpt_every ckpt_async keep_last_n keep_every_m",
+    "Validation": "val_every val_data_path val_num_samples val_num_timesteps val_prompts val_prompt_path val_num_frames "
+    "val_image_size val_fps val_scheduler eval_data_path eval_every eval_num_samples",
+    "Output": "save_dir save_fps sample_name prompt_as_path num_sample save_format",
+    "Logging": "log_every wandb peak_tflops verbose",
+    "Speed and memory": "dtype device compile compiler compiler_config grad_checkpoint activation_offload cuda_graphs offload "
+    "vae_tiling step_cache",
+    "Distributed": "plugin fsdp_reshard shard_size hybrid_zero optimizer_offload sp_size cfg_parallel",
+    "Randomness": "seed",
+}
 
 
 class Bounds(NamedTuple):
@@ -79,9 +115,14 @@ class RunConfig:
     removed: ClassVar[Mapping[str, Removed]] = {}
     # a field on the command line takes the place of these fields of the file
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    # other codes' names for fields, aliases and keys of components; and those that leave something open, with what to write
+    other_names: ClassVar[Mapping[str, str]] = {}
+    open_names: ClassVar[Mapping[str, str]] = {}
+    first: ClassVar[str] = ""  # fields and aliases that people set first
+    example: ClassVar[str] = ""  # command line
 
     seed: int = option("seed of all random numbers", 42)
-    dtype: str = option("computation type", "bf16", choices=tuple(DTYPES))
+    dtype: str = option("computation type", "bf16", choices=DTYPES)
     device: Literal["auto", "cpu", "cuda"] = option("auto: the GPU when there is one", "auto")
     compile: bool = option("torch.compile the blocks of the model", False)
     imports: list[str] | None = option("Python files and modules to import, which register parts of your own", None)
@@ -169,6 +210,14 @@ class TrainConfig(LoopConfig):
 
     aliases: ClassVar[Mapping[str, Alias]] = GENERATION_ALIASES
     removed: ClassVar[Mapping[str, Removed]] = REMOVED_TRAIN
+    other_names: ClassVar[Mapping[str, str]] = TRAIN_NAMES
+    open_names: ClassVar[Mapping[str, str]] = TRAIN_OPEN
+    first: ClassVar[str] = (
+        "data_path ckpt_path lora num_frames image_size batch_size lr max_steps val_every exp_name load"
+    )
+    example: ClassVar[str] = (
+        "configs/opensora/train/16x256x256.py --data-path clips.csv --ckpt-path PixArt-XL-2-512x512.pth --lr 1e-4"
+    )
 
     model: Component = option("denoiser component")
     vae: Component = option("VAE component")
@@ -280,6 +329,14 @@ class InferenceConfig(RunConfig):
 
     aliases: ClassVar[Mapping[str, Alias]] = GENERATION_ALIASES
     removed: ClassVar[Mapping[str, Removed]] = REMOVED_INFERENCE
+    other_names: ClassVar[Mapping[str, str]] = INFERENCE_NAMES
+    open_names: ClassVar[Mapping[str, str]] = INFERENCE_OPEN
+    first: ClassVar[str] = (
+        "prompt ckpt_path lora num_frames image_size resolution num_sampling_steps cfg_scale seed save_dir"
+    )
+    example: ClassVar[str] = (
+        'configs/opensora-v1-2/inference/sample.py --prompt "a lake at dawn" --num-frames 4s --resolution 480p'
+    )
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "num_frames": ("duration",),
         "duration": ("num_frames",),
@@ -403,6 +460,10 @@ class VAETrainConfig(LoopConfig):
 
     aliases: ClassVar[Mapping[str, Alias]] = VAE_ALIASES
     removed: ClassVar[Mapping[str, Removed]] = REMOVED_VAE_TRAIN
+    other_names: ClassVar[Mapping[str, str]] = VAE_TRAIN_NAMES
+    open_names: ClassVar[Mapping[str, str]] = VAE_TRAIN_OPEN
+    first: ClassVar[str] = "data_path ckpt_path num_frames image_size batch_size lr max_steps loss exp_name load"
+    example: ClassVar[str] = "configs/vae/train/video-small.py --data-path clips.csv --lr 1e-5"
 
     vae: Component = option("VAE component")
     loss: dict[str, float] = option(
@@ -459,6 +520,10 @@ class VAEInferenceConfig(RunConfig):
     """Reconstruction by a VAE: scripts/inference_vae.py."""
 
     aliases: ClassVar[Mapping[str, Alias]] = VAE_ALIASES
+    other_names: ClassVar[Mapping[str, str]] = VAE_INFERENCE_NAMES
+    open_names: ClassVar[Mapping[str, str]] = VAE_INFERENCE_OPEN
+    first: ClassVar[str] = "files data_path ckpt_path num_frames image_size save_dir"
+    example: ClassVar[str] = "configs/vae/inference/video.py --files a.mp4 b.png"
 
     vae: Component = option("VAE component")
     files: list[str] | None = option("videos and images; they win over data_path", None)
@@ -619,6 +684,19 @@ def schema_fields(schema: type) -> dict[str, Field]:
         default = f.default_factory() if f.default_factory is not MISSING else f.default
         found[f.name] = Field(f.name, hints[f.name], default, **f.metadata)
     return found
+
+
+def grouped(schema: Schema) -> dict[str, list[Field]]:
+    """The fields and the aliases of a schema by group; an alias has no default, and names its component's key in its doc."""
+    known = schema_fields(schema)
+    for name, alias in schema.aliases.items():
+        known[name] = Field(name, alias.annotation, None, f"{alias.doc} ({'.'.join(alias.path)})", None, ())
+    groups: dict[str, list[Field]] = {}
+    for group, names in {FIRST: schema.first, **GROUPS}.items():
+        if found := [known.pop(name) for name in names.split() if name in known]:
+            groups[group] = found
+    assert not known, f"fields without a group in schema.py: {', '.join(known)}"
+    return groups
 
 
 def members(annotation: Any) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ class Alias(NamedTuple):
 
     path: tuple[str, str]
     annotation: Any
+    doc: str
 
 
 class Removed(NamedTuple):
@@ -28,16 +29,138 @@ class Removed(NamedTuple):
     harmless: bool = False
 
 
+_WEIGHTS = "weights to start from: a checkpoint, a file, a folder or a hub id"
+_GUIDANCE = "scale of classifier-free guidance"
 GENERATION_ALIASES = {
-    "ckpt_path": Alias(("model", "from_pretrained"), str | None),
-    "cfg_scale": Alias(("scheduler", "cfg_scale"), float),
-    "num_sampling_steps": Alias(("scheduler", "num_sampling_steps"), int),
-    "guidance_scale": Alias(("scheduler", "cfg_scale"), float),
-    "cfg_channel": Alias(("scheduler", "cfg_channel"), int | None),
-    "flash_attn": Alias(("model", "enable_flash_attn"), bool),
-    "layernorm_kernel": Alias(("model", "enable_layernorm_kernel"), bool),
+    "ckpt_path": Alias(("model", "from_pretrained"), str | None, _WEIGHTS),
+    "cfg_scale": Alias(("scheduler", "cfg_scale"), float, _GUIDANCE),
+    "num_sampling_steps": Alias(("scheduler", "num_sampling_steps"), int, "steps of the sampler"),
+    "guidance_scale": Alias(("scheduler", "cfg_scale"), float, _GUIDANCE),
+    "cfg_channel": Alias(("scheduler", "cfg_channel"), int | None, "latent channels that are guided; None: all"),
+    "flash_attn": Alias(("model", "enable_flash_attn"), bool, "fastest attention kernel, or the plain formula"),
+    "layernorm_kernel": Alias(("model", "enable_layernorm_kernel"), bool, "apex's fused LayerNorm"),
 }
-VAE_ALIASES = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
+VAE_ALIASES = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None, _WEIGHTS)}
+
+
+def _turned(ours: Mapping[str, str]) -> dict[str, str]:
+    return {theirs: name for name, names in ours.items() for theirs in names.split()}
+
+
+# Names that diffusers' scripts, finetrainers, musubi-tuner, Wan and others have for options of the same meaning, by ours: a field,
+# an alias or a component's key. The command line takes them and says the name here; in a file they are an error that does.
+_EVERYWHERE = {"compile": "torch_compile", "dtype": "mixed_precision precision", "seed": "random_seed"}
+_LOOP_NAMES = _turned({
+    **_EVERYWHERE,
+    "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps grad_accum",
+    "adam_eps": "adam_epsilon",
+    "batch_size": "train_batch_size per_device_train_batch_size bs",
+    "ckpt_every": "checkpointing_steps save_steps save_every save_every_n_steps",
+    "data_path": "dataset_path train_data_path data_file",
+    "epochs": "num_epochs num_train_epochs max_train_epochs",
+    "exp_name": "experiment_name run_name",
+    "grad_clip": "max_grad_norm",
+    "keep_last_n": "checkpoints_total_limit checkpointing_limit save_total_limit",
+    "load": "resume resume_from resume_from_checkpoint",
+    "log_every": "logging_steps",
+    "lr": "learning_rate",
+    "lr_schedule": "lr_scheduler lr_scheduler_type",
+    "max_steps": "steps max_train_steps train_steps total_steps",
+    "num_frames": "frames video_length",
+    "num_workers": "dataloader_num_workers max_data_loader_n_workers",
+    "outputs": "output output_dir out_dir",
+    "wandb": "use_wandb",
+    "warmup_steps": "lr_warmup_steps num_warmup_steps",
+    "weight_decay": "adam_weight_decay",
+})  # fmt: skip
+TRAIN_NAMES = _LOOP_NAMES | _turned({
+    "ckpt_path": "weights",
+    "grad_checkpoint": "gradient_checkpointing",
+    "lora.alpha": "lora_alpha network_alpha",
+    "lora.rank": "rank lora_rank network_dim",
+    "scheduler.shift": "flow_shift",
+    "val_every": "validation_steps eval_steps sample_every_n_steps",
+    "val_prompts": "validation_prompt validation_prompts",
+})  # fmt: skip
+INFERENCE_NAMES = _turned({
+    **_EVERYWHERE,
+    "cfg_scale": "guidance",
+    "ckpt_path": "checkpoint ckpt weights",
+    "duration": "seconds",
+    "image": "image_path",
+    "image_size": "video_size",
+    "lora": "lora_path lora_weight lora_weights",
+    "lora_scale": "lora_multiplier lora_weight_scale",
+    "negative_prompt": "neg_prompt n_prompt",
+    "num_frames": "frames video_length",
+    "num_sample": "num_samples num_videos_per_prompt num_images_per_prompt",
+    "num_sampling_steps": "num_inference_steps num_steps steps sampling_steps sample_steps infer_steps ddim_steps",
+    "prompt": "prompts",
+    "prompt_path": "prompt_file",
+    "save_dir": "output_dir out_dir outdir outputs output_folder",
+    "save_fps": "output_fps",
+    "scheduler.shift": "flow_shift",
+})  # fmt: skip
+VAE_TRAIN_NAMES = _LOOP_NAMES | _turned({"ckpt_path": "weights", "eval_every": "validation_steps eval_steps"})
+VAE_INFERENCE_NAMES = _turned({
+    **_EVERYWHERE,
+    "ckpt_path": "checkpoint ckpt weights",
+    "files": "input inputs video videos images",
+    "num_frames": "frames video_length",
+    "save_dir": "output_dir out_dir outdir outputs output_folder output",
+    "save_fps": "output_fps",
+})  # fmt: skip
+
+# other names that leave something open -> what to write
+_OPEN = {
+    **dict.fromkeys(("width", "height"), "image_size is (height, width): --image-size HEIGHT WIDTH"),
+    **dict.fromkeys(
+        ("num_gpus", "gpus", "num_processes", "nproc_per_node"),
+        "processes are started by torchrun: torchrun --standalone --nproc-per-node N SCRIPT CONFIG",
+    ),
+}
+_OPEN_LOOP = {
+    **_OPEN,
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "one option sets both: --adam-betas 0.9 0.999"),
+    **dict.fromkeys(
+        ("checkpoint", "ckpt"), "--load CHECKPOINT resumes a run; --ckpt-path WEIGHTS starts a new one from them"
+    ),
+    **dict.fromkeys(
+        ("instance_data_dir", "train_data_dir", "data_dir", "data_root", "video_dir", "dataset_config"),
+        "data are a table with one clip per row: --data-path TABLE; a folder of clips: opensora finetune FOLDER",
+    ),
+    "num_steps": "of training: --max-steps N; of the sampler: --num-sampling-steps N",
+    "optimizer": "it is AdamW: --lr, --weight-decay, --adam-betas, --adam-eps",
+    "report_to": "--wandb adds Weights & Biases; TensorBoard files and metrics.jsonl are always written",
+    "resolution": "--image-size HEIGHT WIDTH, or --bucket-config with that resolution",
+    "use_ema": "EMA weights are always kept: --ema-decay DECAY",
+}
+_OPEN_WEIGHTS = dict.fromkeys(
+    ("pretrained_model_name_or_path", "pretrained_model", "model_path", "model_id"),
+    "each part has its own: the denoiser's are --ckpt-path; --vae.from_pretrained, --text-encoder.from_pretrained",
+)
+TRAIN_OPEN = {
+    **_OPEN_LOOP,
+    **_OPEN_WEIGHTS,
+    "fps": "--frame-interval N takes every n-th frame, --dataset.target_fps FPS frames at that rate",
+}
+VAE_TRAIN_OPEN = {**_OPEN_LOOP, "resolution": "--image-size HEIGHT WIDTH"}
+INFERENCE_OPEN = {
+    **_OPEN,
+    **_OPEN_WEIGHTS,
+    **dict.fromkeys(
+        ("cpu_offload", "enable_cpu_offload", "enable_model_cpu_offload", "enable_sequential_cpu_offload"),
+        "--offload model, or --offload block for the least memory",
+    ),
+    **dict.fromkeys(
+        ("output", "output_file", "output_path", "save_path", "out"),
+        "--save-dir FOLDER is where samples go, --sample-name NAME the start of their names",
+    ),
+    **dict.fromkeys(("enable_vae_tiling", "enable_tiling"), "--vae-tiling PIXELS, the size of a tile"),
+    "size": "--image-size HEIGHT WIDTH, or --resolution 480p --aspect-ratio 9:16",
+}
+VAE_INFERENCE_OPEN = {**_OPEN, "resolution": "--image-size HEIGHT WIDTH"}
+
 MULTI_RESOLUTION = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT[23]", "OpenSora": "STDiT[23]"}
 """Open-Sora's `multi_resolution` -> regular expression of the model types that it fits."""
 

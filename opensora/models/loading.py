@@ -153,6 +153,20 @@ def written_by(path: str | Path) -> str | None:
     return _stated_model(path, _weights_file(path))[2]
 
 
+def stated_component(path: str | Path) -> dict[str, Any]:
+    """The model component that the header of a file of ours states, without its weights; {} = it states none.
+
+    Raises:
+        UserError: there are no weights at `path`.
+    """
+    where, config, name = _stated_model(path, find_weights(path))
+    if where == CONFIG:  # of other codes, in their words
+        config = {}
+    component = {"type": name, **config} if name else dict(config)
+    component.pop("from_pretrained", None)
+    return component if isinstance(component.get("type"), str) else {}
+
+
 def null_text_known(model: Any) -> bool:
     """Whether `model.null_condition` means something to the model; not so of weights from files without that table."""
     return bool(getattr(getattr(model, "y_embedder", None), "null_known", True))

@@ -101,7 +101,8 @@ def test_a_flag(parse, script, old, new):
     if new == "no":
         flag, value = shlex.split(old)
         with pytest.raises(
-            UserError, match=f"{flag} is not a field|{flag[2:].replace('-', '_')}='?{value}'?: .*(ffmpeg|prompt-path)"
+            UserError,
+            match=f"{flag} is (not a field|no option)|{flag[2:].replace('-', '_')}='?{value}'?: .*(ffmpeg|prompt-path)",
         ):
             parse(script, base, flag, value)
     else:

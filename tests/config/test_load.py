@@ -3,12 +3,17 @@
 import inspect
 import json
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from opensora.config.command_line import read_command
 from opensora.config.load import (
     InferenceConfig,
     TrainConfig,
@@ -18,10 +23,11 @@ from opensora.config.load import (
     parse_config,
     to_dict,
 )
-from opensora.config.resolve import wrong_type
+from opensora.config.resolve import SCRIPTS, wrong_type
 from opensora.config.schema import REQUIRED, coerce, members, schema_fields
 from opensora.config.upgrade import upgrade
 from opensora.registry import MODELS, SCHEDULERS, Registry
+from opensora.utils.dtype import DTYPES
 from opensora.utils.errors import UserError
 
 PARTS = Registry("part")
@@ -825,6 +831,71 @@ def test_a_mistake_on_the_command_line(train, argv, expected):
     assert expected in complaint(train, *argv)
 
 
+@pytest.mark.parametrize(
+    ("argv", "field", "value", "note"),
+    [
+        (["--learning-rate", "1e-4"], "lr", 1e-4, "--learning-rate is --lr here (learning rate)."),
+        (["learning_rate=1e-4"], "lr", 1e-4, "--learning_rate is --lr here (learning rate)."),
+        (["--max_train_steps=5"], "max_steps", 5, "--max_train_steps is --max-steps here"),
+        (["--gradient_checkpointing"], "grad_checkpoint", "block", "is --grad-checkpoint here (activation checkpointing)."),
+        (["--wandb", "learning_rate=1e-4"], "wandb", True, "--lr here"),
+        (["--lora-rank", "8"], "lora", {"rank": 8}, "--lora-rank is --lora.rank here."),
+        (["--weights", "w"], "model", {"type": "XL/2", "depth": 4, "from_pretrained": "w"}, "is --ckpt-path here (weights"),
+    ],
+)  # fmt: skip
+def test_names_of_other_codes_are_taken_and_said_once(train, caplog, argv, field, value, note):
+    assert getattr(train(*argv), field) == value
+    assert caplog.text.count(note) == 1
+
+
+@pytest.mark.parametrize("schema", SCRIPTS)
+def test_a_name_of_other_codes_has_one_meaning(schema):
+    own = {*schema_fields(schema), *schema.aliases, *schema.removed}
+    assert not own & {*schema.other_names, *schema.open_names}
+    assert not schema.other_names.keys() & schema.open_names.keys()
+    targets = {ours.split(".")[0] for ours in schema.other_names.values()}
+    assert targets <= {*schema_fields(schema), *schema.aliases}
+    assert all(
+        schema_fields(schema)[ours.split(".")[0]].takes_keys for ours in schema.other_names.values() if "." in ours
+    )
+
+
+def test_one_word_means_sampling_steps_to_a_sampler_and_optimizer_steps_to_a_training(train, infer):
+    assert train("--steps", "5").max_steps == 5
+    assert infer("--steps", "5").scheduler["num_sampling_steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--learning-rate", "1e-4", "--lr", "2"], "--learning-rate 0.0001 and --lr 2.0 both set lr; keep one."),
+        (["--learning-rate", "fast"], "--learning-rate: 'fast': expected float."),
+        (["--resume"], "--resume: a value is missing, expected str or None."),
+        (["--width", "512"], "--width is no option: image_size is (height, width): --image-size HEIGHT WIDTH."),
+        (["--checkpoint", "x"], "--load CHECKPOINT resumes a run; --ckpt-path WEIGHTS starts a new one"),
+        (["--learnin-rate", "1"], "--learnin-rate is not a field of TrainConfig. Did you mean '--lr'?"),
+        (["--cfg", "7.5"], "--cfg names the config; the scale of guidance is --cfg-scale 7.5."),
+        (["--model", "XL/2"], "Its arguments are set one by one: --model.type NAME."),
+        (["--lora"], "Its arguments are set one by one: --lora.rank 16."),
+        (["--image-size", "256"], "--image-size: '256': expected (int, int). Write --image-size HEIGHT WIDTH."),
+        (["--from-pretrained", "x"], "model and vae take it: write --model.from_pretrained or --vae.from_pretrained."),
+    ],
+)
+def test_names_of_other_codes_that_leave_something_open(train, argv, expected):
+    assert expected in complaint(train, *argv)
+
+
+def test_a_file_is_told_the_names_here(train, infer):
+    text = complaint(train, extra="learning_rate = 1e-4\nwidth = 512\nflow_shift = 3\nweights = 'w'")
+    for expected in (
+        "'learning_rate' is not a field of TrainConfig. Did you mean 'lr'?",
+        "'width' is not a field of TrainConfig. Instead: image_size is (height, width)",
+        "Did you mean 'scheduler.shift'?",
+        "Did you mean 'model.from_pretrained'?",
+    ):
+        assert expected in text
+
+
 def test_setting_one_thing_twice_to_one_value_is_fine(train):
     assert train("--cfg-scale", "3", "--scheduler.cfg_scale", "3.0").scheduler["cfg_scale"] == 3.0
 
@@ -877,6 +948,8 @@ def test_a_flag_that_is_no_field_may_have_been_meant_for_the_tool(write):
         parse_config(TrainConfig, REGISTRIES, ["--print-confg", write(TRAIN)])
     with pytest.raises(UserError, match=r"--adaptr is not a field of TrainConfig\. Did you mean '--adapter'\?"):
         parse_config(TrainConfig, REGISTRIES, ["--adaptr", "x", write(TRAIN)], options=["adapter"])
+    with pytest.raises(UserError, match=r"--output is not a field of TrainConfig\. Did you mean '--outputs'\?"):
+        parse_config(TrainConfig, REGISTRIES, ["--output", "x", write(TRAIN)], options=["adapter"])
 
 
 # --- dataset
@@ -962,17 +1035,53 @@ def test_print_config_still_reports_problems(train):
     assert "batch_size" in complaint(train, "--print-config", "--batch-size", "0")
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, InferenceConfig, VAETrainConfig])
+@pytest.mark.parametrize("schema", SCRIPTS)
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["missing.py", "--lr", "x", "--help"]])
-def test_help_lists_every_field_and_alias(schema, argv, capsys):
+def test_help_lists_every_field_and_alias_once(schema, argv, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/inference_vae.py"])
     with pytest.raises(SystemExit) as exit_:
         parse_config(schema, REGISTRIES, argv)
     assert exit_.value.code == 0
     text = capsys.readouterr().out
+    words = " ".join(text.split())
     for f in schema_fields(schema).values():
-        assert f"--{f.name.replace('_', '-')} " in text
-        assert f.doc in text
-    assert all(f"--{name.replace('_', '-')} " in text for name in schema.aliases)
+        assert text.count(f"\n  --{f.name.replace('_', '-')} ") == 1
+        assert " ".join(f.doc.split()) in words
+    assert all(f"\n  --{name.replace('_', '-')} " in text for name in schema.aliases)
+    assert max(map(len, text.splitlines())) <= 100
+    config, *flags = shlex.split(schema.example)
+    assert read_command(schema, [config, *flags]).unknown == []
+    parse_config(schema, None, [config, *flags])
+
+
+@pytest.mark.parametrize(
+    ("argv0", "typed"),
+    [
+        ("opensora train", "opensora train"),
+        ("/usr/bin/own-tool", "own-tool"),
+        ("scripts/train.py", "python scripts/train.py"),
+        (str(Path("scripts/train.py").absolute()), "python scripts/train.py"),
+    ],
+)
+def test_help_and_errors_name_the_program_that_was_started(argv0, typed, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [argv0, "--help"])
+    with pytest.raises(SystemExit):
+        parse_config(TrainConfig)
+    usage, example, _, first = capsys.readouterr().out.split("\n\n")[:4]
+    assert usage.startswith(f"usage: {typed} CONFIG ")
+    assert example.startswith(f"  {typed} configs/")
+    assert first.startswith("Set first:")
+    with pytest.raises(UserError, match=f"usage: {typed} CONFIG"):
+        parse_config(TrainConfig, None, [])
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, opensora.config.load; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_names_of_dtypes_are_those_that_there_are():
+    assert schema_fields(TrainConfig)["dtype"].choices == tuple(DTYPES)
 
 
 def test_a_config_survives_to_dict_and_back(train, infer):

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from opensora.checkpoint.load import read_weights
+from opensora.checkpoint.load import read_weights, save_checkpoint
 from opensora.models.loading import null_text_known
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS
@@ -16,6 +16,7 @@ from opensora.training.batch_encoder import drop_text
 from opensora.utils.errors import UserError
 from tests.models.denoisers import FAMILIES, TOY, awake
 from tools.convert import convert, main
+from tools.export_weights import export_weights
 
 CASES = {  # family -> arguments without which diffusers cannot express the model
     "DiT-class": {},
@@ -231,10 +232,54 @@ class TestCommandLine:
             MODELS.module_dict.pop("own-dit", None)
         assert read_weights(tmp_path / "out").keys() == state.keys()
 
+    @pytest.mark.parametrize("what", ["checkpoint", "run", "file"])
+    def test_of_ours_nothing_needs_to_be_said(self, tmp_path, monkeypatch, capsys, what):
+        """Neither the model, nor its arguments, nor the length of its table of "no text" and what else the tensors show."""
+        model = {**TOY, **FAMILIES["STDiT"], "space_scale": 0.5, "pred_sigma": False}
+        built = awake(MODELS.build(model))
+        stated = {
+            key: value
+            for key, value in model.items()
+            if key not in ("caption_channels", "model_max_length", "pred_sigma")
+        }
+        manifest = {"config": {"model": {**stated, "enable_flashattn": False}}, "step": 3}
+        source = save_checkpoint(tmp_path / "run" / "step3", {"model": built.state_dict()}, state={}, manifest=manifest)
+        if what == "run":
+            source = source.parent
+        elif what == "file":
+            export_weights(source, tmp_path / "w.safetensors", part="model", dtype="fp32")
+            source = tmp_path / "w.safetensors"
+        self.run(monkeypatch, source, tmp_path / "out.safetensors")
+        assert ("newest checkpoint of the run is step3" in capsys.readouterr().err) == (what == "run")
+        found = read_weights(tmp_path / "out.safetensors")
+        assert found.keys() == built.state_dict().keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in built.state_dict().items())
+        with safe_open(tmp_path / "out.safetensors", "pt") as file:
+            assert json.loads(file.metadata()["config"])["space_scale"] == 0.5
+
+    def test_a_folder_of_diffusers_is_made_where_the_output_is_no_safetensors(self, made, tmp_path, monkeypatch):
+        ours = convert(made("PixArt")[0], tmp_path / "ours.safetensors", config("PixArt"), to="safetensors")
+        self.run(monkeypatch, ours, tmp_path / "theirs", "--set", "num_heads=2")
+        assert json.loads((tmp_path / "theirs" / "config.json").read_text())["num_attention_heads"] == 2
+
+    @pytest.mark.parametrize(
+        ("manifest", "message"),
+        [
+            ({}, "does not state of which model it is: name it with --model"),
+            ({"model": {"type": "mine"}, "imports": ["my_parts"]}, "if you trust it: --imports my_parts"),
+            ({"model": {"type": "STDiT-XS/2"}, "lora": {"rank": 2}}, "python -m tools.lora merge"),
+        ],
+    )
+    def test_what_a_checkpoint_does_not_give(self, tmp_path, monkeypatch, capsys, manifest, message):
+        parts = {"model": {"w": torch.ones(1)}}
+        source = save_checkpoint(tmp_path / "c", parts, state={}, manifest={"config": manifest, "step": 3})
+        with pytest.raises(SystemExit):
+            self.run(monkeypatch, source, tmp_path / "out.safetensors")
+        assert message in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--to", "diffusers", "--set", "num_heads=0"], "num_heads=0 must be a whole number from 1"),
             (["--to", "diffusers", "--set", "depth"], "--set depth: write key=value"),
             (["--to", "safetensors", "--option", "sample_size=8"], "--option is for --to diffusers only"),
             (["--to", "safetensors"], "no weights at nowhere"),

@@ -52,6 +52,13 @@ def test_a_part_that_is_not_there_is_refused(tmp_path):
     assert not (tmp_path / "w.safetensors").exists()
 
 
+def test_adapters_are_no_weights_of_a_model(tmp_path):
+    manifest = {"step": 7, "config": {"model": {"type": "STDiT-XS/2"}, "lora": {"rank": 2}}}
+    lora = save_checkpoint(tmp_path / "lora", {"ema": {"a.lora_A.weight": torch.ones(2)}}, state={}, manifest=manifest)
+    with pytest.raises(UserError, match=rf"it holds adapters.*python -m tools.lora merge {lora} OUT.safetensors"):
+        export_weights(lora, tmp_path / "w.safetensors")
+
+
 @pytest.mark.parametrize("number", [7e4, -1e30])
 def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path, number):
     parts = {"ema": {"fine": torch.tensor([65504.0, float("inf")]), "blocks.0.w": torch.tensor([1.0, number])}}
@@ -64,9 +71,11 @@ def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path, number):
     assert read_weights(out)["blocks.0.w"].isfinite().all()
 
 
-def test_the_command_line(checkpoint, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("of_run", [False, True])
+def test_the_command_line(checkpoint, tmp_path, monkeypatch, capsys, of_run):
+    folder = checkpoint.parent if of_run else checkpoint
     out = tmp_path / "w.safetensors"
-    monkeypatch.setattr(sys, "argv", ["x", str(checkpoint), str(out), "--dtype", "fp32"])
+    monkeypatch.setattr(sys, "argv", ["x", str(folder), str(out), "--dtype", "fp32"])
     main()
     assert capsys.readouterr().out == f"{out}: 0.0 MB\n"
     assert read_weights(out)["w"].dtype == torch.float32

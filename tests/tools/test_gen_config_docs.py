@@ -30,7 +30,13 @@ def test_it_names_every_field_alias_and_component():
     for schema in (TrainConfig, InferenceConfig, VAETrainConfig):
         assert all(f"| `{name}` | " in text for name in schema_fields(schema))
         assert all(f"`--{name.replace('_', '-')}`" in text for name in schema.aliases)
-    assert all(f"#### `{name}`" in text for name in MODELS.choices())
+    assert all(f"#### `{name}`\n" in text or f"\n| `{name}` | " in text for name in MODELS.choices())
+
+
+def test_sizes_of_a_model_share_one_table_of_arguments():
+    section = gen_config_docs.generate().split("#### `STDiT`\n")[1].split("#### ")[0]
+    assert section.count("| `hidden_size` | `1152` |") == section.count("| `hidden_size` |") == 1
+    assert "| `STDiT-S/2` | depth=12, hidden_size=384, num_heads=6 |" in section
 
 
 def test_the_list_of_configs_has_task_weights_hardware_and_command_of_each():

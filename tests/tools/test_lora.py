@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from opensora.checkpoint.load import save_checkpoint
 from opensora.checkpoint.lora import Adapter, factors_of, read_adapter, write_adapter
+from opensora.checkpoint.weight_files import write_file
 from opensora.config.schema import LoraOptions
+from opensora.models.loading import stated_component
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tools.lora import export, main, merge
@@ -72,6 +74,29 @@ def test_an_exported_adapter_needs_to_be_told_its_model(factors, base, tmp_path)
     with pytest.raises(UserError, match="--base"):
         merge(folder, tmp_path / "out.safetensors", config=tmp_path / "config.py")
     assert merge(folder, tmp_path / "out.safetensors", base=str(base), config=tmp_path / "config.py") > 0
+
+
+def test_what_an_exported_adapter_and_its_base_state_is_enough(checkpoint, base, factors, tmp_path):
+    folder = export(checkpoint, tmp_path / "adapter")
+    stated = {"type": "STDiT-XXS/2", "space_scale": 0.5}  # its sizes are shown by the tensors
+    write_file(load_file(base), tmp_path / "stated.safetensors", dtype="fp32", header={"config": stated})
+    base.unlink()
+    with pytest.raises(
+        UserError, match=rf"no weights at {base}.*\nThe base, {base}, is what .*adapter_config.json names"
+    ):
+        merge(folder, tmp_path / "out.safetensors")
+    (tmp_path / "stated.safetensors").rename(base)
+    merge(folder, tmp_path / "out.safetensors", dtype="fp32")
+    merge(checkpoint, tmp_path / "same.safetensors", dtype="fp32")
+    one, two = load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "same.safetensors")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert stated_component(tmp_path / "out.safetensors") == stated
+
+
+def test_a_folder_that_is_not_there_is_missing_and_nothing_else(checkpoint, tmp_path):
+    for read in (read_adapter, lambda path: merge(path, tmp_path / "out.safetensors")):
+        with pytest.raises(UserError, match=r"no checkpoint at .*step2: there is no such folder.*in .*run: step1"):
+            read(checkpoint.parent / "step2")
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -218,8 +243,16 @@ def test_the_command_line(checkpoint, tmp_path, monkeypatch, capsys):
         main()
 
     run("export", checkpoint, tmp_path / "adapter")
-    run("merge", checkpoint, tmp_path / "out.safetensors", "--scale", "0.3")
-    assert "MB" in capsys.readouterr().out
+    run("merge", checkpoint.parent, "--out", tmp_path / "out.safetensors", "--scale", "0.3")
+    printed = capsys.readouterr()
+    assert "MB" in printed.out
+    assert "newest checkpoint of the run is step1" in printed.err
+    assert f"the base is {tmp_path / 'base.safetensors'}, as {checkpoint} says" in printed.err
+    run("merge", checkpoint, tmp_path / "again.safetensors")
+    for outs in ([], [tmp_path / "a", "--out", tmp_path / "b"]):
+        with pytest.raises(SystemExit):
+            run("merge", checkpoint, *outs)
+    assert "as OUT or as --out FILE" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("merge", checkpoint, tmp_path / "out.safetensors")
     assert "there already" in capsys.readouterr().err
