@@ -22,7 +22,6 @@ note. What they need while they work, the CUDA context (about 0.5 GiB) and what 
 the denoiser's matrix products alone, at the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -42,6 +41,7 @@ from opensora.training.lora import target_names
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.activations import activation_bytes
+from tools.command import Parser
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30
@@ -302,9 +302,7 @@ def _refuse_impossible(cfg: TrainConfig, machines: Machines) -> None:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--per-node", type=int, default=8)

@@ -35,6 +35,7 @@ from opensora.inference.output import save_image_grid, shown_frames
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.models.vae.metrics import LPIPS, Quality, mean_quality, psnr, quality, reconstruct
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 
 GATE_DB = 2.5
 GATE_SATURATION = 0.9
@@ -193,7 +194,7 @@ def judge(overall: Quality, linear_psnr: float) -> int:
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--vae", required=True, help="folder in diffusers' format, or hub id")
     parser.add_argument("--data-path", type=Path, required=True, help="table of held-out clips and images")
     parser.add_argument("--train-path", type=Path, help="table of images to fit the linear codec on")

@@ -10,7 +10,6 @@ its model and base, or an exported folder, which needs --config (a training or s
 A model of your own is found through the config's `imports` or --imports (docs/own-parts.md).
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from opensora.config.schema import LoraOptions
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.imports import import_parts, not_imported
+from tools.command import Parser
 from tools.convert import load, refuse_overflow
 
 # arguments of a denoiser that a run takes from VAE and text encoder, and where its weights show them
@@ -115,7 +115,7 @@ def _model_of(lora: Path, config: Path | None, imports: Sequence[str] | None) ->
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("export", help="a checkpoint's adapter as a folder of peft")
     one.add_argument("checkpoint", type=Path)

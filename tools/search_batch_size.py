@@ -44,6 +44,7 @@ from opensora.training.loop import build_ema, build_optimizer, engine_settings
 from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.seed import generators
+from tools.command import Parser
 from tools.estimate import PARTS, latent_size, read_config
 from tools.frozen_parts import assumptions, build_text, build_vae
 
@@ -388,9 +389,7 @@ def limits_of(args: argparse.Namespace, device: torch.device) -> Limits:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("config", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--goal", choices=("largest", "even"), default="largest")

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from opensora.inference.output import replace_file, to_uint8
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 from tools.eval.clips import Clip, Sampling, npz_arrays, read_clips
 from tools.eval.extractors import Extractor, add_arguments, build_extractor, sampling_of
 from tools.eval.record import refuse_unwritable, score_record, write_record
@@ -282,7 +283,7 @@ def side_settings(extractor: Extractor, sampling: Sampling) -> dict[str, Any]:
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--real", type=Path, help="folder, table, .npz of images, or a file of --save-statistics")
     parser.add_argument("--fake", type=Path, required=True, help="folder, table or .npz of samples")
     parser.add_argument("--write-npz", type=Path, help="only write the samples' frames, for the ADM evaluator")

@@ -8,7 +8,6 @@ clips, evenly picked, at `--val-num-timesteps` timesteps. Under torchrun the pro
 exported adapter, or a checkpoint folder of a run with lora) is merged into WEIGHTS; `--lora None` measures WEIGHTS alone.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.validation import HeldOutLoss, Key
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 from tools.eval.record import refuse_unwritable, score_record, write_record
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
@@ -93,9 +93,7 @@ def read_command(argv: Sequence[str]) -> Command:
     Raises:
         UserError: the config is wrong, or names no clips, no weights, or a LoRA that is nowhere.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--adapter", type=Path, help="LoRA to merge into the weights")
     parser.add_argument("--out", type=Path, help="write the losses and all settings to this JSON file")
     own, rest = parser.parse_known_args(argv)

@@ -27,6 +27,7 @@ from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompts import split_segments, without_scores
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 from tools.eval.record import file_hash, refuse_unwritable, score_record, write_record
 from tools.scoring.clip import Clip
 
@@ -94,7 +95,7 @@ def report(tool: str, scores: Mapping[str, float], settings: Mapping[str, Any], 
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     commands = parser.add_subparsers(dest="command", required=True)
     clip = commands.add_parser("clip", help="frames against prompts")
     clip.add_argument("samples", type=Path, help="folder of samples with sidecars")
