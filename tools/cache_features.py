@@ -12,6 +12,7 @@ is conditioned on it and the table does not have it. To train from the cache:
 
 import argparse
 import inspect
+import os
 import signal
 import sys
 import warnings
@@ -49,6 +50,7 @@ from opensora.inference.sizes import legal_dataset
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.cache_flow import RECORDS, cached_flow, wants_flow
 from tools.command import Parser
 
@@ -187,6 +189,8 @@ def _write_moments(dataset: Dataset, vae: Any, job: Job, epochs: int, chunk: int
 def main() -> None:
     """The command line."""
     folder = arguments().parse_known_args()[0].check
+    if int(os.environ.get("RANK", 0)) == 0:
+        show_messages()
     if folder is not None:
         if damaged := check(folder):
             raise UserError("\n".join([f"{len(damaged)} records are damaged:", *damaged]))

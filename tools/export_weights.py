@@ -11,6 +11,7 @@ from pathlib import Path
 from opensora.checkpoint.load import open_checkpoint
 from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.command import Parser
 from tools.convert import refuse_overflow
 
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, default="ema")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
     args = parser.parse_args()
+    show_messages()
     size = export_weights(args.checkpoint, args.out, part=args.part, dtype=args.dtype)
     print(f"{args.out}: {size / 1e6:.1f} MB")
 

@@ -22,6 +22,7 @@ from opensora.config.schema import LoraOptions
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.imports import import_parts, not_imported
+from opensora.utils.logging import show_messages
 from tools.command import Parser
 from tools.convert import load, refuse_overflow
 
@@ -132,6 +133,7 @@ def main() -> None:
         "--imports", nargs="+", metavar="FILE", help="files or modules of your own, in place of the config's"
     )
     args = parser.parse_args()
+    show_messages()
     if args.command == "export":
         print(export(args.checkpoint, args.out, part=args.part))
         return

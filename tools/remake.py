@@ -37,7 +37,7 @@ def main() -> None:
         raise UserError(f"--out {args.out} is the folder of the sample itself, which is not to be replaced.")
     record = read_sidecar(args.sidecar)
     make_writable(args.out, "out")  # before minutes of sampling
-    video = remake(record, args.device)
+    video = remake(record, args.device, progress=True)
     stem = args.out / args.sidecar.name.removesuffix(".json")
     path = save_sample(video, stem, Fraction(record["save_fps"]), save_format=record["config"]["save_format"])
     same = frames_hash(video) == record["frames"]

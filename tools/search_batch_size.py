@@ -410,6 +410,7 @@ def main() -> None:
         raise UserError("the search is for one process: run it without torchrun.")
     for note in () if args.encoders else assumptions(cfg.text_encoder):
         print(f"note: {note}")
+    print(f"building {cfg.model['type']} with random weights", flush=True)
     trainer = Trainer(cfg, world, limits_of(args, world.device), encoders=args.encoders)
     results = search(cfg, trainer, base=args.base, base_seconds=args.base_seconds, even=args.goal == "even")
     print(write_config(args.out, args.config, cfg, results, world.device, fields))

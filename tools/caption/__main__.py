@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.caption.captioner import SCORES, Captioner
 from tools.caption.prompts import TEMPLATES, prompt_of
 from tools.command import Parser
@@ -65,6 +66,7 @@ def captioner_of(args: argparse.Namespace) -> Captioner:
 def main() -> None:
     """The command line."""
     args = read_arguments()
+    show_messages()
     scorers: dict[str, Scorer] = {"caption": captioner_of(args)}
     jobs.run(job_of(args, scorers), args.num_workers)
 

@@ -17,6 +17,7 @@ from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.summary import Summary, summarise
 from opensora.registry import DATASETS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar
 from tools.command import Parser
 from tools.datasets.datautil.columns import shortened
 from tools.datasets.doctor import REGISTRIES
@@ -36,7 +37,7 @@ def page_of(table: Path) -> tuple[str, dict[str, np.ndarray]]:
     figures = Figures()
     words: dict[str, Counter[str]] = {}
     count = 0
-    for count, row in enumerate(read_rows(table), start=1):  # noqa: B007  (it is the number of rows)
+    for count, row in enumerate(progress_bar(read_rows(table), desc="reading", unit="row", delay=1), start=1):  # noqa: B007  (it is the number of rows)
         more: Row = {}
         with contextlib.suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # an image, or no such columns
             more["seconds"] = float(row["num_frames"]) / float(row["fps"])

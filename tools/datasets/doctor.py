@@ -30,7 +30,7 @@ from opensora.datasets.video.read_video import probe
 from opensora.inference.output import save_image_grid, shown_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.logging import show_messages
+from opensora.utils.logging import progress_bar, show_messages
 from tools.command import Parser
 
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
@@ -149,7 +149,7 @@ def of_the_table(table: Table, *, classes: bool = False) -> list[str]:
 def read_samples(dataset: Any, keys: Sequence[Any]) -> list[Reading]:
     """Read samples one after another, timed."""
     readings = []
-    for key in keys:
+    for key in progress_bar(keys, desc="reading samples", unit="sample"):
         start = time.perf_counter()
         try:
             item = dataset[key]

@@ -25,6 +25,7 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.validation import HeldOutLoss, Key
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar, show_messages
 from tools.command import Parser
 from tools.eval.record import refuse_unwritable, score_record, write_record
 
@@ -83,8 +84,10 @@ def measure(cfg: TrainConfig, world: World, adapter: Adapter | None = None) -> t
     component = {**legal_dataset(cfg.dataset, vae), "data_path": cfg.val_data_path}
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
     encode = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
-    loss = HeldOutLoss(cfg, world, dataset, encode, build_module(cfg.scheduler, SCHEDULERS))
-    return loss, loss.table(model)
+    scheduler = build_module(cfg.scheduler, SCHEDULERS)
+    with progress_bar(bar_format="{desc}, {elapsed} so far", disable=not world.is_main) as bar:
+        loss = HeldOutLoss(cfg, world, dataset, encode, scheduler, bar.set_description_str)
+        return loss, loss.table(model)
 
 
 def read_command(argv: Sequence[str]) -> Command:
@@ -127,6 +130,8 @@ def main() -> None:
     cfg, out = command.cfg, command.out
     adapter = None if command.adapter is None else read_adapter(command.adapter)
     world = init_world(cfg.device, cfg.sp_size)
+    if world.is_main:
+        show_messages()
     try:
         if world.is_main:
             refuse_unwritable(out)

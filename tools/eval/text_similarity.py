@@ -27,6 +27,7 @@ from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompts import split_segments, without_scores
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar, show_messages
 from tools.command import Parser
 from tools.eval.record import file_hash, refuse_unwritable, score_record, write_record
 from tools.scoring.clip import Clip
@@ -52,7 +53,7 @@ def score_samples(samples: Sequence[Finished], clip: Clip, frames: int) -> dict[
     if not samples:
         raise UserError("there are no samples with sidecars in that folder, so their prompts are not known.")
     scores = {}
-    for sample in samples:
+    for sample in progress_bar(samples, desc="comparing", unit="sample"):
         shown, texts = spread_frames(sample.path, frames), plain_texts(sample.record["prompt"])
         scores[sample.path.name] = sum(clip.similarity(shown, text) for text in texts) / len(texts)
     return scores
@@ -116,6 +117,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
+    show_messages()
     refuse_unwritable(args.out)
     if args.command == "clip":
         clip = Clip(args.clip, args.device)

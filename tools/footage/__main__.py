@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.command import Parser
 from tools.footage.recipe import read_recipe
 from tools.footage.report import write_report
@@ -118,6 +119,7 @@ def main() -> None:
         "--retry-failed", action="store_true", help="process again what failed in an earlier run (not under torchrun)"
     )
     args = parser.parse_args()
+    show_messages()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     run(args.recipe, args.out, max(1, args.num_workers), rank, world, retry_failed=args.retry_failed)
 

@@ -20,6 +20,7 @@ import numpy as np
 from opensora.datasets.video.color import reformat
 from opensora.inference.output import exact_fps
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar
 from tools.command import Parser
 from tools.scene_cut.frames import Footage
 from tools.scoring.frames import opencv
@@ -148,7 +149,8 @@ def run(source: Path, target: Path, niter: int, fps: float | None, middle: Middl
     if niter < 1 or (fps is not None and fps <= 0):
         raise UserError("--niter must be 1 or more, and --fps positive.")
     footage = Footage(source)
-    frames = (footage.rgb(timed.frame) for timed in footage.frames())
+    shown = progress_bar(footage.frames(), total=footage.num_frames, desc="interpolating", unit="frame")
+    frames = (footage.rgb(timed.frame) for timed in shown)
     rate = exact_fps(fps if fps is not None else _kept_rate(footage) * 2**niter)
     return write(target, interpolated(frames, middle, niter), rate)
 

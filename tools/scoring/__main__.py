@@ -16,6 +16,7 @@ from typing import Any
 
 from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.command import Parser
 from tools.scoring import job as jobs
 from tools.scoring.registry import Scorer, names, scorer
@@ -114,6 +115,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """The command line."""
     args = read_arguments()
+    show_messages()
     scorers = chosen_scorers(args.scorers, args.set, args.device)
     jobs.run(job_of(args, scorers), args.num_workers)
 

@@ -6,6 +6,7 @@ as it was written.
 
 import hashlib
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from opensora.registry import MODELS, inherit_signature
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 VOCABULARY = ("tokenizer.json", "spiece.model", "vocab.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model")
 Padding = Literal["max_length", "longest"]
@@ -177,6 +179,7 @@ class HFTextEncoder(nn.Module):
     def _ready(self) -> Iterator[None]:
         """With the weights on the device; afterwards where they belong between uses."""
         if self.model is None:
+            logger.info("loading the text encoder %s", self.from_pretrained)
             self.model = self._load().to(self._device)
         elif self.between_uses != "keep":
             self.model.to(self._device)
