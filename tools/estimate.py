@@ -40,6 +40,7 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.lora import target_names
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.activations import activation_bytes
 from tools.command import Parser
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
@@ -315,6 +316,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
     parser.add_argument("--json", action="store_true")
     args, fields = parser.parse_known_args()
+    show_messages()
     cfg, table = read_config(args.config, fields, vars(args))
     machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
     result = estimate(cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table)

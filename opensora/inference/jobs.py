@@ -173,7 +173,11 @@ def differences(record: Mapping[str, Any], device: torch.device | str) -> list[s
     pairs = {
         "hardware": (record.get("hardware"), hardware(device)),
         "checkpoint": (record["checkpoint"], describe_checkpoint(config["model"].get("from_pretrained"))),
-        **{name: (was, inputs_now[kind].get(name)) for kind, each in inputs.items() for name, was in each.items()},
+        **{
+            name: (was, inputs_now.get(kind, {}).get(name))
+            for kind, each in inputs.items()
+            for name, was in each.items()
+        },
         **{name: (was, versions.get(name)) for name, was in record.get("versions", {}).items()},
         **{name: (config[name], now) for name, now in (("sp_size", 1), ("cfg_parallel", False)) if name in config},
     }

@@ -10,6 +10,7 @@ Killed and started again, it resumes where it stopped. docs/scoring.md says what
 
 import argparse
 import ast
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def job_of(args: argparse.Namespace, scorers: dict[str, Scorer]) -> jobs.Job:
     table_format(args.out)
     if args.out.exists() and not args.overwrite:
         raise UserError(f"{args.out} exists; name another --out, or pass --overwrite.")
-    if args.out.resolve() == args.table.resolve():
+    if os.path.realpath(args.out) == os.path.realpath(args.table):
         raise UserError("--out is the table itself; name another file.")
     folder = args.root or args.table.parent
     if args.out.parent.resolve() != args.table.parent.resolve() and args.root is None:

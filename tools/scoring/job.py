@@ -185,7 +185,7 @@ def merge(job: Job, rows: int) -> None:
             raise
         instead = job.out.with_name(f"{job.out.name}.jsonl")
         write_blocks(instead, names, blocks())
-        raise UserError(f"{job.out}: {error} All rows with their scores are in {instead}.") from error
+        raise UserError(f"{error} All rows with their scores are in {instead}.") from error
     print(f"{job.out}: {rows} rows; new columns: {', '.join(job.added())}")
     for name, count in failed.items():
         print(f"  {name}: {count} files could not be read, or gave nothing; the reason is in the column {STATUS}")
