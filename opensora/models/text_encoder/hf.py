@@ -179,7 +179,6 @@ class HFTextEncoder(nn.Module):
     def _ready(self) -> Iterator[None]:
         """With the weights on the device; afterwards where they belong between uses."""
         if self.model is None:
-            logger.info("loading the text encoder %s", self.from_pretrained)
             self.model = self._load().to(self._device)
         elif self.between_uses != "keep":
             self.model.to(self._device)
@@ -201,6 +200,7 @@ class HFTextEncoder(nn.Module):
         return transformers.AutoModel.from_pretrained(self._name, **options)
 
     def _load(self) -> Any:
+        logger.info("loading the text encoder %s", self.from_pretrained)
         try:
             model, info = self._from_files(dtype=self.dtype, output_loading_info=True, **self._hub)
         except UserError:
