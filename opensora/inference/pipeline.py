@@ -450,6 +450,7 @@ class VideoPipeline:
         steps = self.scheduler.sample_steps(
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
+        total = getattr(self.scheduler, "num_sampling_steps", None)  # some schedulers' first step says another
         timesteps: Sequence[float] = ()
         if cache is not None:
             timesteps = scale_to_1000(self.scheduler, self.scheduler.solver(z, generators).timesteps)
@@ -458,7 +459,7 @@ class VideoPipeline:
         with (
             closing(steps) if isinstance(steps, Generator) else nullcontext(),
             nullcontext() if cache is None else cache.sampling(timesteps),
-            progress_bar(desc="sampling", unit="step", disable=not progress) as bar,
+            progress_bar(total=total, desc="sampling", unit="step", disable=not progress) as bar,
         ):
             for index in count():
                 if cache is not None and index < len(timesteps):
