@@ -108,7 +108,7 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
 
 def arguments() -> argparse.ArgumentParser:
     """The tool's own options."""
-    parser = Parser(__doc__, __spec__)
+    parser = Parser(__doc__, __spec__, usage="%(prog)s TRAIN_CONFIG [options] [--field value ...]")
     parser.add_argument("--check", type=Path, metavar="DIR", help="read all of a cache, and name what is damaged")
     parser.add_argument("--cache-dir", type=Path, help="where to write; the dataset's cache_dir if left out")
     parser.add_argument(

@@ -38,8 +38,9 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 flags += [flag for command in action.choices.values() for flag in command._option_string_actions]
         dashed = [flag.replace("_", "-") for flag in flags]
-        for flag in (arg.partition("=")[0] for arg in args):
-            if flag.startswith("--") and flag != "--" and flag.replace("_", "-") not in dashed:
+        for arg in itertools.takewhile(lambda arg: arg != "--", args):
+            flag = arg.partition("=")[0]
+            if flag.startswith("--") and flag.replace("_", "-") not in dashed:
                 self.error(f"unrecognized argument {flag}.{did_you_mean(flag, flags)}")
         return super().parse_args(args, namespace)
 

@@ -96,7 +96,7 @@ def read_command(argv: Sequence[str]) -> Command:
     Raises:
         UserError: the config is wrong, or names no clips, no weights, or a LoRA that is nowhere.
     """
-    parser = Parser(__doc__, __spec__)
+    parser = Parser(__doc__, __spec__, usage="%(prog)s TRAIN_CONFIG [options] [--field value ...]")
     parser.add_argument("--adapter", type=Path, help="LoRA to merge into the weights")
     parser.add_argument("--out", type=Path, help="write the losses and all settings to this JSON file")
     own, rest = parser.parse_known_args(argv)

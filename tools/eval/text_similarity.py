@@ -12,6 +12,7 @@ the sample (column `caption`), times 100. The encoder is a registered one, `hf` 
 """
 
 import argparse
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from opensora.utils.logging import progress_bar, show_messages
 from tools.command import Parser
 from tools.eval.record import file_hash, refuse_unwritable, score_record, write_record
 from tools.scoring.clip import Clip
+
+logger = logging.getLogger("opensora.tools.text_similarity")
 
 
 def embeddings(encoder: Any, texts: Sequence[str]) -> Tensor:
@@ -79,6 +82,7 @@ def score_captions(table: Path, encoder: Any) -> dict[str, float]:
         raise UserError(
             f"{table}: rows {list_rows(empty, len(empty))} have no text or no caption; leave them out first."
         )
+    logger.info("encoding %d texts and captions", len(frame))
     asked, said = (embeddings(encoder, frame[name].astype(str).tolist()) for name in ("text", "caption"))
     return {str(row): 100 * float(score) for row, score in enumerate((asked * said).sum(-1))}
 
