@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
             description=inspect.cleandoc(description or ""), formatter_class=_Help, allow_abbrev=False, **settings
         )
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]  # its overloads
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; of several faults, a flag that does not exist is reported first."""
         args = sys.argv[1:] if args is None else args
         flags = [*self._option_string_actions]
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized argument {flag}.{did_you_mean(flag, flags)}")
         return super().parse_args(args, namespace)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, with `--data_path` for `--data-path` and the reverse; all parsing, also of commands, goes through this."""
         spelled = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
         args = list(sys.argv[1:] if args is None else args)
