@@ -189,7 +189,7 @@ def _write_moments(dataset: Dataset, vae: Any, job: Job, epochs: int, chunk: int
 def main() -> None:
     """The command line."""
     folder = arguments().parse_known_args()[0].check
-    if int(os.environ.get("RANK", 0)) == 0:
+    if os.environ.get("RANK", "0") == "0":
         show_messages()
     if folder is not None:
         if damaged := check(folder):

@@ -9,6 +9,7 @@ and may name columns: "Its title is {title}. Describe it." An endpoint's key is 
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -66,7 +67,8 @@ def captioner_of(args: argparse.Namespace) -> Captioner:
 def main() -> None:
     """The command line."""
     args = read_arguments()
-    show_messages()
+    if os.environ.get("RANK", "0") == "0":
+        show_messages()
     scorers: dict[str, Scorer] = {"caption": captioner_of(args)}
     jobs.run(job_of(args, scorers), args.num_workers)
 

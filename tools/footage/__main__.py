@@ -119,8 +119,9 @@ def main() -> None:
         "--retry-failed", action="store_true", help="process again what failed in an earlier run (not under torchrun)"
     )
     args = parser.parse_args()
-    show_messages()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank == 0:
+        show_messages()
     run(args.recipe, args.out, max(1, args.num_workers), rank, world, retry_failed=args.retry_failed)
 
 

@@ -116,7 +116,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """The command line."""
     args = read_arguments()
-    show_messages()
+    if os.environ.get("RANK", "0") == "0":
+        show_messages()
     scorers = chosen_scorers(args.scorers, args.set, args.device)
     jobs.run(job_of(args, scorers), args.num_workers)
 
