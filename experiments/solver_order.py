@@ -8,7 +8,6 @@ order p has an error of O(N^-p) in N steps against the exact solution of the ODE
 Prints a markdown table: the error at the most steps, and the order, from the last doubling of the steps.
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +20,8 @@ from torch import Tensor
 from experiments.toy_mixture import GaussianMixture, LevelOf, rectified_flow, variance_preserving
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.noise_schedule import named_schedule
+from opensora.utils.errors import exit_on_user_error
+from tools.command import Parser
 
 STEPS = (24, 48, 96, 192, 384)
 MIXTURE = GaussianMixture(num_modes=3, radius=1.0, std=0.5)  # smooth, so that few steps show the asymptotic order
@@ -119,9 +120,10 @@ def level_law(config: dict[str, Any]) -> LevelOf:
     return variance_preserving(schedule.table["alphas_cumprod"])
 
 
+@exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="multiples of 6, each twice the one before")
     parser.add_argument("--plot", type=Path, help="draw the errors to this file")
     args = parser.parse_args()

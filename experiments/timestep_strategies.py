@@ -10,7 +10,6 @@ of steps, the mean and the standard deviation over the seeds of
     distance      sliced 2-Wasserstein distance of 4096 samples (20 steps of DPM-Solver++) from the data
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,7 +24,9 @@ from opensora.schedulers.dpms import DPMSolver
 from opensora.schedulers.iddpm import IDDPM
 from opensora.schedulers.noise_schedule import named_schedule
 from opensora.schedulers.timesteps import Tabulated, quantile
+from opensora.utils.errors import exit_on_user_error
 from opensora.utils.seed import generator
+from tools.command import Parser
 
 MIXTURE = GaussianMixture(num_modes=5, radius=1.5, std=0.15)
 ALPHAS_CUMPROD = named_schedule("linear", 1000).table["alphas_cumprod"]
@@ -164,9 +165,10 @@ def distances(networks: Networks, num_seeds: int, num_points: int = 4096) -> Ten
     return torch.tensor([MIXTURE.distance(x[None]) for x in solver.sample(model, noise, {})])
 
 
+@exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=96)

@@ -11,7 +11,7 @@ made again, one with other settings is an error, and nothing is overwritten: an 
 
 from collections.abc import Sequence
 
-from tqdm import tqdm
+from tqdm import tqdm  # its `write` goes above a bar
 
 from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan
 from opensora.acceleration.distributed import init_world, shutdown
@@ -24,7 +24,7 @@ from opensora.inference.references import sources_of
 from opensora.inference.sizes import VideoSize, stated_size, warn_of_conditioning_frames
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.folders import make_writable
-from opensora.utils.logging import show_messages
+from opensora.utils.logging import progress_bar, show_messages
 
 
 @exit_on_user_error
@@ -57,7 +57,9 @@ def sample(cfg: InferenceConfig, plan: ParallelPlan) -> None:
         warn_of_conditioning_frames(cfg.model.get("from_pretrained"), cfg.model["type"])
     pipeline = pipeline or VideoPipeline.from_config(cfg, plan=plan)
     shows = cfg.verbose > 0 and plan.is_leader
-    for batch in tqdm(batches(todo, cfg.batch_size), unit="batch", disable=not shows or plan.dp_rank > 0):
+    for batch in progress_bar(
+        batches(todo, cfg.batch_size), desc="videos", unit="batch", leave=True, disable=not shows or plan.dp_rank > 0
+    ):
         if cfg.verbose > 1 and plan.is_leader:
             tqdm.write("\n".join(job.item.text for job in batch))
         made = pipeline.sample(

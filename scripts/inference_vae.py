@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from opensora.acceleration.distributed import init_world
 from opensora.config.load import VAEInferenceConfig, parse_config
@@ -25,7 +26,7 @@ from opensora.registry import MODELS, build_module
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import make_writable
-from opensora.utils.logging import show_messages
+from opensora.utils.logging import progress_bar, show_messages
 
 logger = logging.getLogger("opensora.inference_vae")
 IMAGE_SAVE_FPS = 1.0
@@ -49,7 +50,7 @@ def main() -> None:
     refuse_replacing(files, Path(cfg.save_dir))
     vae = build_module({"posterior": "mode", **cfg.vae}, MODELS).requires_grad_(False).eval().to(device)
     folder, sheet = Path(cfg.save_dir), {}
-    for path, name in named(files):
+    for path, name in progress_bar(list(named(files)), desc="reconstructing", unit="file"):
         x, fps = read(path, cfg, vae)
         with torch.autocast(device.type, to_torch_dtype(cfg.dtype), enabled=cfg.dtype != "fp32"):
             x_hat = reconstruct(vae, x[None].to(device)).cpu()[0]
@@ -59,7 +60,7 @@ def main() -> None:
         measured = quality(x_hat[None], x[None])
         sheet[f"{name}  {measured.psnr:.1f} dB"] = shown_frames((x, x_hat))
         size = " x ".join(map(str, x.shape[1:]))
-        sys.stdout.write(f"{file}: {size}, PSNR {measured.psnr:.2f} dB, SSIM {measured.ssim:.4f}\n")
+        tqdm.write(f"{file}: {size}, PSNR {measured.psnr:.2f} dB, SSIM {measured.ssim:.4f}")
     sys.stdout.write(f"originals above reconstructions: {save_image_grid(folder / f'{SHEET}.png', sheet)}\n")
 
 

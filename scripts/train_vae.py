@@ -35,7 +35,7 @@ from opensora.datasets.sampler import BatchSampler, SampleKey
 from opensora.datasets.table.files import check_exist
 from opensora.datasets.video.files import BadFile
 from opensora.inference.output import save_image_grid
-from opensora.models.vae.metrics import Quality, mean_quality, quality, reconstruct
+from opensora.models.vae.metrics import Quality, mean_quality, psnr_of_error, quality, reconstruct
 from opensora.registry import DATASETS, MODELS, build_module
 from opensora.training.adversarial import AdversarialLoss, NoDiscriminator
 from opensora.training.ema import EMA
@@ -281,7 +281,9 @@ def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
     names = dict.fromkeys(name for step in window for name in step)
     own = [torch.stack([step[name].float() for step in window if name in step]).mean() for name in names]
     values = dict(zip(names, mean_over_ranks(torch.stack(own)).tolist(), strict=True)) if own else {}
-    return values | ({"psnr": 10 * math.log10(4 / max(values["mse"], 1e-10))} if "mse" in values else {})
+    return values | (
+        {"psnr": float(psnr_of_error(torch.tensor(values["mse"], dtype=torch.float64)))} if "mse" in values else {}
+    )
 
 
 def ema_vae(cfg: VAETrainConfig, ema: EMA, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ is conditioned on it and the table does not have it. To train from the cache:
 
 import argparse
 import inspect
+import os
 import signal
 import sys
 import warnings
@@ -49,7 +50,9 @@ from opensora.inference.sizes import legal_dataset
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.cache_flow import RECORDS, cached_flow, wants_flow
+from tools.command import Parser
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 CACHEABLE = ("VideoTextDataset", "CachedVideoTextDataset")
@@ -105,21 +108,24 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
 
 def arguments() -> argparse.ArgumentParser:
     """The tool's own options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = Parser(__doc__, __spec__, usage="%(prog)s TRAIN_CONFIG [options] [--field value ...]")
+    parser.add_argument("--check", type=Path, metavar="DIR", help="read all of a cache, and name what is damaged")
+    parser.add_argument("--cache-dir", type=Path, help="where to write; the dataset's cache_dir if left out")
+    parser.add_argument(
+        "--what", nargs="+", choices=("moments", "text", "flow"), default=("moments",), help="what to encode"
     )
-
-    def add(name: str, **options: Any) -> None:
-        parser.add_argument(f"--{name}", *{f"--{name.replace('-', '_')}"} - {f"--{name}"}, **options)
-
-    add("cache-dir", type=Path, help="where to write; the dataset's cache_dir if left out")
-    add("what", nargs="+", choices=("moments", "text", "flow"), default=("moments",), help="what to encode (moments)")
-    add("epochs", type=int, default=0, help="encode the samples of so many epochs; 0: whole clips, any window of them")
-    add("moments-dtype", choices=MOMENT_DTYPES, default="fp16", help="of the stored moments (fp16)")
-    add("text-dtype", choices=TEXT_DTYPES, default="auto", help="of the stored text; auto: as the encoder computes")
-    add("chunk", type=int, default=32, help="frames that are decoded and encoded at a time (32)")
-    add("batch", type=int, default=16, help="captions that are encoded at a time (16)")
-    add("shard-mb", type=float, default=256, help="size of a file; what an interruption costs at most (256)")
+    parser.add_argument(
+        "--epochs", type=int, default=0, help="encode the samples of so many epochs; 0: whole clips, any window of them"
+    )
+    parser.add_argument("--moments-dtype", choices=MOMENT_DTYPES, default="fp16", help="of the stored moments")
+    parser.add_argument(
+        "--text-dtype", choices=TEXT_DTYPES, default="auto", help="of the stored text; auto: as the encoder computes"
+    )
+    parser.add_argument("--chunk", type=int, default=32, help="frames that are decoded and encoded at a time")
+    parser.add_argument("--batch", type=int, default=16, help="captions that are encoded at a time")
+    parser.add_argument(
+        "--shard-mb", type=float, default=256, help="size of a file; what an interruption costs at most"
+    )
     return parser
 
 
@@ -182,9 +188,9 @@ def _write_moments(dataset: Dataset, vae: Any, job: Job, epochs: int, chunk: int
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    checker = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    checker.add_argument("--check", type=Path)
-    folder = checker.parse_known_args()[0].check
+    folder = arguments().parse_known_args()[0].check
+    if os.environ.get("RANK", "0") == "0":
+        show_messages()
     if folder is not None:
         if damaged := check(folder):
             raise UserError("\n".join([f"{len(damaged)} records are damaged:", *damaged]))

@@ -40,6 +40,7 @@ from opensora.utils.environment import git_commit
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.imports import import_parts, not_imported
 from opensora.utils.logging import show_messages
+from tools.command import Parser
 
 log = logging.getLogger("opensora.convert")
 COUNTS = ("hidden_size", "num_heads", "width")  # arguments that models divide by, or make tensors of
@@ -237,7 +238,7 @@ def pairs(texts: Sequence[str], flag: str) -> dict[str, Any]:
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("input", help="file, folder or hub id of weights")
     parser.add_argument("output", type=Path, help="what to make")
     parser.add_argument("--model", help="registered name, where the input states none: see python -m opensora.registry")

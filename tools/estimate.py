@@ -22,7 +22,6 @@ note. What they need while they work, the CUDA context (about 0.5 GiB) and what 
 the denoiser's matrix products alone, at the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -41,7 +40,9 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.lora import target_names
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.activations import activation_bytes
+from tools.command import Parser
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30
@@ -302,9 +303,7 @@ def _refuse_impossible(cfg: TrainConfig, machines: Machines) -> None:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--per-node", type=int, default=8)
@@ -317,6 +316,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
     parser.add_argument("--json", action="store_true")
     args, fields = parser.parse_known_args()
+    show_messages()
     cfg, table = read_config(args.config, fields, vars(args))
     machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
     result = estimate(cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
+from tqdm import tqdm
 
 from opensora.datasets.table.files import read_frame
 from opensora.datasets.table.table import read_table
@@ -35,6 +36,8 @@ from opensora.inference.output import save_image_grid, shown_frames
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.models.vae.metrics import LPIPS, Quality, mean_quality, psnr, quality, reconstruct
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar, show_messages
+from tools.command import Parser
 
 GATE_DB = 2.5
 GATE_SATURATION = 0.9
@@ -109,13 +112,13 @@ def read_clips(table_path: Path, root: Path | None, vae: Any, num_frames: int) -
     rows = read_frame(table_path)
     sources = rows["source"] if "source" in rows else rows["path"]
     some = False
-    for row in range(len(table)):
+    for row in progress_bar(range(len(table)), desc=f"reading {table_path}", unit="clip"):
         path = table.path(row)
         available = min(probe(path).num_frames, num_frames)
         count = next((n for n in range(available, 0, -1) if vae.legal_num_frames(n) == n), 0)
         height, width = (side // cell * cell for side, cell in zip(probe(path)[1:3], vae.strides[1:], strict=True))
         if not count or not height or not width:
-            print(f"{path}: too small for this VAE, left out", file=sys.stderr)
+            tqdm.write(f"{path}: too small for this VAE, left out", file=sys.stderr)
             continue
         some = True
         yield Clip(table.name(row), str(sources.iat[row]), to_float(read_frames(path, 0, count)[:, :height, :width]))
@@ -126,7 +129,7 @@ def read_clips(table_path: Path, root: Path | None, vae: Any, num_frames: int) -
 def measure(clips: Iterable[Clip], vae: Any, lpips: LPIPS | None, codec: LinearCodec | None) -> Iterator[Measured]:
     """Reconstruct and compare."""
     device = next(vae.parameters()).device
-    for clip in clips:
+    for clip in progress_bar(clips, desc="measuring", unit="clip"):
         x = clip.video[None].to(device)
         x_hat = reconstruct(vae, x)
         versions, linear = [clip.video, x_hat[0].cpu()], float("nan")
@@ -193,7 +196,7 @@ def judge(overall: Quality, linear_psnr: float) -> int:
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--vae", required=True, help="folder in diffusers' format, or hub id")
     parser.add_argument("--data-path", type=Path, required=True, help="table of held-out clips and images")
     parser.add_argument("--train-path", type=Path, help="table of images to fit the linear codec on")
@@ -213,6 +216,7 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, judge."""
     args = read_arguments()
+    show_messages()
     if args.per_source is not None and args.per_source < 1:
         raise UserError(f"--per-source {args.per_source}: it must be at least 1; leave it out for all.")
     lpips = None if args.lpips == "none" else LPIPS(args.lpips).to(args.device)

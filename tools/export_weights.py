@@ -6,13 +6,13 @@ The EMA weights are taken by default. In fp16, the default, values end at 65504;
 of other origins, and other formats: tools/convert.py.
 """
 
-import argparse
 from pathlib import Path
 
 from opensora.checkpoint.load import open_checkpoint
 from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
+from tools.command import Parser
 from tools.convert import newest_checkpoint, refuse_adapters, refuse_overflow
 
 PARTS = ("ema", "model")
@@ -44,7 +44,7 @@ def export_weights(checkpoint: Path, out: Path, *, part: str = "ema", dtype: str
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--part", choices=PARTS, default="ema")

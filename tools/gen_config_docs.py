@@ -4,7 +4,6 @@ python -m tools.gen_config_docs           # write both
 python -m tools.gen_config_docs --check   # exit 1 when a file is not what would be written
 """
 
-import argparse
 import ast
 import inspect
 import re
@@ -25,6 +24,8 @@ from opensora.config.schema import (
 )
 from opensora.config.upgrade import OLD_KEYS, OLD_SCHEDULERS
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
+from opensora.utils.errors import exit_on_user_error
+from tools.command import Parser
 
 ROOT = Path(__file__).parent.parent
 SCHEMAS: tuple[Schema, ...] = (TrainConfig, InferenceConfig, VAETrainConfig, VAEInferenceConfig)
@@ -65,8 +66,9 @@ they are one setting, so two different values in one file are an error, and the 
 """
 
 
+@exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
     check = parser.parse_args().check
     stale = False

@@ -11,7 +11,6 @@ base; the model is then what the base's file states, or that of --config, a trai
 found through the config's `imports` or --imports (docs/own-parts.md).
 """
 
-import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import read_json
 from opensora.utils.imports import import_parts
 from opensora.utils.logging import show_messages
+from tools.command import Parser
 from tools.convert import load, newest_checkpoint, refuse_overflow, stated_model, usable_model
 
 log = logging.getLogger("opensora.lora")
@@ -117,7 +117,7 @@ def merge(
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("export", help="a checkpoint's adapter as a folder of peft")
     one.add_argument("checkpoint", type=Path)

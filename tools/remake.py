@@ -6,7 +6,6 @@ Weights and references must be where the file says. The exit code is 0 when the 
 what is known to have changed since is logged. The sample is written to `--out` under its old name.
 """
 
-import argparse
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -18,12 +17,13 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import make_writable
 from opensora.utils.imports import import_parts
 from opensora.utils.logging import show_messages
+from tools.command import Parser
 
 
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("sidecar", type=Path, help="the .json file next to a sample")
     parser.add_argument("--out", type=Path, default=Path("remade"), help="folder for the new sample")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: as the sidecar's config says")
@@ -37,7 +37,7 @@ def main() -> None:
         raise UserError(f"--out {args.out} is the folder of the sample itself, which is not to be replaced.")
     record = read_sidecar(args.sidecar)
     make_writable(args.out, "out")  # before minutes of sampling
-    video = remake(record, args.device)
+    video = remake(record, args.device, progress=True)
     stem = args.out / args.sidecar.name.removesuffix(".json")
     path = save_sample(video, stem, Fraction(record["save_fps"]), save_format=record["config"]["save_format"])
     same = frames_hash(video) == record["frames"]

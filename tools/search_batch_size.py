@@ -43,7 +43,9 @@ from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.loop import build_ema, build_optimizer, engine_settings
 from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from opensora.utils.seed import generators
+from tools.command import Parser
 from tools.estimate import PARTS, latent_size, read_config
 from tools.frozen_parts import assumptions, build_text, build_vae
 
@@ -320,6 +322,7 @@ def changed_fields(source: Path, fields: Sequence[str]) -> dict[str, Any]:
     if not draft.values.get("data_path") and not dataset.get("data_path"):
         # a config is complete here without a table, see read_config
         before["data_path"] = draft.values["data_path"] = "none"
+    draft.notes = []  # shown when the config was read
     draft.finish()  # fields that the dataset has too are the same in both
     if dataset.get("bucket_config") is not None:
         dataset["bucket_config"] = None  # the top level has it
@@ -388,9 +391,7 @@ def limits_of(args: argparse.Namespace, device: torch.device) -> Limits:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("config", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--goal", choices=("largest", "even"), default="largest")
@@ -401,6 +402,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=512)
     parser.add_argument("--encoders", action="store_true", help="run VAE and text encoder too")
     args, fields = parser.parse_known_args()
+    show_messages()
     if (args.goal == "even") != ((args.base is not None) + (args.base_seconds is not None) == 1):
         raise UserError("--goal even needs one of --base and --base-seconds, and only it takes one.")
     cfg, _ = read_config(args.config, fields, vars(args))
@@ -411,6 +413,7 @@ def main() -> None:
         raise UserError("the search is for one process: run it without torchrun.")
     for note in () if args.encoders else assumptions(cfg.text_encoder):
         print(f"note: {note}")
+    print(f"building {cfg.model['type']} with random weights", flush=True)
     trainer = Trainer(cfg, world, limits_of(args, world.device), encoders=args.encoders)
     results = search(cfg, trainer, base=args.base, base_seconds=args.base_seconds, even=args.goal == "even")
     print(write_config(args.out, args.config, cfg, results, world.device, fields))

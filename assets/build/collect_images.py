@@ -24,6 +24,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from opensora.datasets.video.color import upright
+from opensora.utils.errors import exit_on_user_error
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".ppm", ".avif"}
 VIDEOS = {".mp4", ".avi", ".webm", ".mpg", ".mpeg", ".mov", ".mkv"}
@@ -140,6 +141,7 @@ def collect(path: Path, args: argparse.Namespace) -> Iterator[Image.Image]:
     yield from (image for image in images if min(image.size) >= SMALLEST)
 
 
+@exit_on_user_error
 def main() -> None:
     parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"

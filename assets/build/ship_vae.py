@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import safe_open
 
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 
 ASSETS = Path("assets/models")
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -98,7 +99,7 @@ def card(run: Path, args: argparse.Namespace) -> str:
 @exit_on_user_error
 def main() -> None:
     """Copy and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("run", type=Path, help="the run's folder, with vae/ in it")
     parser.add_argument("--name", required=True, help="of the folder in assets/models")
     parser.add_argument("--csv", type=Path, required=True, help="what eval_vae wrote")

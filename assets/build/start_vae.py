@@ -6,7 +6,6 @@
 assets/build/linear_start.py says what it does. Least squares on a CPU: a minute or two.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from opensora.models.vae import DiffusersVideoVAE
 from opensora.models.vae.metrics import psnr
 from opensora.registry import DATASETS, MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 
 SHOWN = 4  # clips that say how good the start is
 
@@ -26,7 +26,7 @@ SHOWN = 4  # clips that say how good the start is
 @exit_on_user_error
 def main() -> None:
     """Read a config, fit, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("config", help="of scripts/train_vae.py; whatever else is given overrides its fields")
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--clips", type=int, default=64, help="training samples to fit to")

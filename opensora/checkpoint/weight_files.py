@@ -135,6 +135,7 @@ def write_file(tensors: Mapping[str, Tensor], out: Path, *, dtype: str, header: 
         name: tensor.detach().to(wanted if tensor.is_floating_point() else tensor.dtype, copy=True).cpu().contiguous()
         for name, tensor in tensors.items()
     }
+    log.info("writing %s", out)
     texts = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in header.items() if v is not None}
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")

@@ -26,6 +26,7 @@ from opensora.datasets.video.files import (
 from opensora.datasets.video.read_video import FrameRule, count_frames, is_slow, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 from opensora.utils.seed import generator
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ class ClipRows:
         if short_clips == "drop" and rule.needed > 1 and not lengths[~slow].all():
             logger.info("%s: counting frames; a column num_frames would save this.", table.source)
             lengths = lengths.copy()
-            for row in np.flatnonzero((lengths == UNKNOWN) & ~slow).tolist():
+            unknown = np.flatnonzero((lengths == UNKNOWN) & ~slow).tolist()
+            for row in progress_bar(unknown, desc="counting frames", unit="file", delay=1):
                 try:
                     lengths[row] = count(row)
                 except UserError as error:

@@ -21,6 +21,7 @@ from opensora.datasets.video.files import IMAGE_FPS, TooFewFrames, is_image
 from opensora.datasets.video.read_video import FrameRule, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 from opensora.utils.seed import generator
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class InMemoryVideoDataset(TableDataset):
             what = f"are images, but num_frames={num_frames}"
             raise complain_about_rows(self.table, stills, what, "Set dataset.pictures='pan', or remove them.")
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:
-            decoded = list(pool.map(self._decode, range(len(self.table))))
+            decoding = pool.map(self._decode, range(len(self.table)))
+            decoded = list(progress_bar(decoding, total=len(self.table), desc="decoding", unit="file", delay=1))
         self.videos, self.fps = zip(*decoded, strict=True)  # [T, H, W, 3] uint8 each
         rows: list[int] = []
         for row, frames in enumerate(self.videos):

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from opensora.datasets.buckets.bucket import Assignment, Buckets, DropReason
 from opensora.datasets.datasets import Item, TableDataset, describe, naming_the_row, read_clip
@@ -18,6 +17,7 @@ from opensora.datasets.video.files import DEFAULT, BadFiles, Decoding, is_image
 from opensora.datasets.video.read_video import FrameRule, is_slow, probe
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _sizes_and_rates(table: Table, *, with_fps: bool) -> tuple[np.ndarray, np.nd
         logger.info(
             "%s: opening %d files for their size; columns %s would save this.", table.source, len(missing), columns
         )
-    for row in tqdm(missing, desc="sizes", unit="file", disable=len(missing) < 1000):
+    for row in progress_bar(missing, desc="reading sizes", unit="file", disable=len(missing) < 1000):
         try:
             info = probe(table.path(row))
         except UserError as error:

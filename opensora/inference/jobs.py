@@ -133,10 +133,10 @@ def request_of(
     )
 
 
-def remake(record: Mapping[str, Any], device: torch.device | str | None = None) -> Tensor:
+def remake(record: Mapping[str, Any], device: torch.device | str | None = None, *, progress: bool = False) -> Tensor:
     """The video [3, T, H, W] in [-1, 1] of a sidecar's sample, fp32, on the CPU: the same bits, if `differences` finds none.
 
-    The batch that the sidecar names is sampled completely, on `device` (None: the config's).
+    The batch that the sidecar names is sampled completely, on `device` (None: the config's); `progress`: show a bar.
 
     Raises:
         UserError: the sidecar does not name its batch, or a part or a reference is no longer there.
@@ -160,7 +160,7 @@ def remake(record: Mapping[str, Any], device: torch.device | str | None = None) 
     pipeline = VideoPipeline.from_config(cfg, device)
     for difference in differences(record, pipeline.device):
         logger.warning("%s; the bits may differ.", difference)
-    video = pipeline.sample(request_of(cfg, batch, pipeline)).video
+    video = pipeline.sample(request_of(cfg, batch, pipeline), progress=progress).video
     assert video is not None, "decoding is asked for"
     return video[record["place"]]
 
@@ -173,7 +173,11 @@ def differences(record: Mapping[str, Any], device: torch.device | str) -> list[s
     pairs = {
         "hardware": (record.get("hardware"), hardware(device)),
         "checkpoint": (record["checkpoint"], describe_checkpoint(config["model"].get("from_pretrained"))),
-        **{name: (was, inputs_now[kind].get(name)) for kind, each in inputs.items() for name, was in each.items()},
+        **{
+            name: (was, inputs_now.get(kind, {}).get(name))
+            for kind, each in inputs.items()
+            for name, was in each.items()
+        },
         **{name: (was, versions.get(name)) for name, was in record.get("versions", {}).items()},
         **{name: (config[name], now) for name, now in (("sp_size", 1), ("cfg_parallel", False)) if name in config},
     }

@@ -164,7 +164,9 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Name the .json file next to a sample.") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is no sidecar of a sample: name the .json file next to a sample.") from None
-    if wrong := [name for name, kind in KINDS.items() if not isinstance(record.get(name, kind()), kind)]:
+    wrong = [name for name, kind in KINDS.items() if not isinstance(record.get(name, kind()), kind)]
+    inputs = record["inputs"].items() if "inputs" in record and "inputs" not in wrong else ()
+    if wrong := wrong + [f"inputs.{name}" for name, each in inputs if not isinstance(each, dict)]:
         raise UserError(f"{path} has another type of {', '.join(wrong)} than the sidecar of a sample: was it edited?")
     return record
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan, split_guidance
 from opensora.acceleration.compile import compile_blocks
@@ -37,6 +36,7 @@ from opensora.models.text_encoder.classes import check_classes
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 from opensora.utils.seed import generator, randn_like
 
 logger = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ class VideoPipeline:
         decode: bool,
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The latents of each segment, and those of its frames that are new, if they are decoded."""
-        conds = self._conditions(request)
+        conds = self._conditions(request, progress=progress)
         references = self._references(request)
         conditions = [start.conditions for start in request.starts]
         taken: Tensor | None = None  # [B, C, L, h, w], what a segment begins with
@@ -367,7 +367,8 @@ class VideoPipeline:
             video = None
             if decode or (ahead is not None and not ahead.keeps_latents):
                 with self.place.using("vae"):  # one at a time, for pixels take far more memory than latents
-                    rows = [self.vae.decode(one[None], request.num_frames).float().cpu() for one in z]
+                    shown = progress_bar(z, desc="decoding", unit="video", disable=not progress)
+                    rows = [self.vae.decode(one[None], request.num_frames).float().cpu() for one in shown]
                 video = torch.cat(rows)  # [B, 3, T, H, W]
             if ahead is not None and ahead.keeps_latents:
                 taken = z[:, :, -ahead.latent_frames :]
@@ -378,7 +379,7 @@ class VideoPipeline:
                 video = video[:, :, shared.num_frames :]
             yield z.cpu(), video if decode else None
 
-    def _conditions(self, request: Request) -> list[tuple[Cond, Cond | None]]:
+    def _conditions(self, request: Request, *, progress: bool) -> list[tuple[Cond, Cond | None]]:
         """For each segment the model's conditions, and what guidance steers away from."""
         height, width = request.image_size
         known = {"fps": request.fps, "height": height, "width": width, "num_frames": request.num_frames}
@@ -387,7 +388,7 @@ class VideoPipeline:
         negatives = [item.negative_prompt for item in request.items]
         conds: list[tuple[Cond, Cond | None]] = []
         with self.place.using("text_encoder"):  # the model's own "no text" is computed where the model is
-            for loop in range(request.loop):
+            for loop in progress_bar(range(request.loop), desc="encoding text", unit="text", disable=not progress):
                 if conds and request.texts(loop) == request.texts(loop - 1):
                     conds.append(conds[-1])
                     continue
@@ -449,6 +450,7 @@ class VideoPipeline:
         steps = self.scheduler.sample_steps(
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
+        total = getattr(self.scheduler, "num_sampling_steps", None)  # some schedulers' first step says another
         timesteps: Sequence[float] = ()
         if cache is not None:
             timesteps = scale_to_1000(self.scheduler, self.scheduler.solver(z, generators).timesteps)
@@ -457,7 +459,7 @@ class VideoPipeline:
         with (
             closing(steps) if isinstance(steps, Generator) else nullcontext(),
             nullcontext() if cache is None else cache.sampling(timesteps),
-            tqdm(disable=not progress, unit="step", leave=False) as bar,
+            progress_bar(total=total, desc="sampling", unit="step", disable=not progress) as bar,
         ):
             for index in count():
                 if cache is not None and index < len(timesteps):

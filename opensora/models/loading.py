@@ -108,6 +108,7 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
         UserError: the file is missing, unsafe, of another architecture, or of another number of heads. The model is then
             as it was.
     """
+    log.info("loading %s", path)
     file = _weights_file(path)
     state = read_weights(file or path)
     conversion = convert(state, model)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from opensora.schedulers.frame_mask import FrameMask, expand_frames
 from opensora.schedulers.guidance import Condition, ConditionCache, Denoiser, Guidance, classifier_free_guidance
 from opensora.schedulers.training import at_least_fp32, predict
+from opensora.utils.logging import progress_bar
 
 Time = int | float
 Denoise = Callable[[Tensor, Time], Tensor]  # (x, timestep) -> the model's output, guided, [B, C or 2C, T, H, W]
@@ -70,7 +70,7 @@ class Scheduler:
         """
         steps: Any = self.sample_steps(model, z, cond, **options)
         x = z
-        with closing(steps), tqdm(disable=not progress) as bar:
+        with closing(steps), progress_bar(desc="sampling", unit="step", disable=not progress) as bar:
             for step in steps:
                 bar.total = step.num_steps
                 bar.update()

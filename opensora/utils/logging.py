@@ -10,7 +10,7 @@ import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+LINE_S = 30.0  # between two lines of a bar that no terminal shows
 LINE = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
 
 
@@ -44,6 +45,33 @@ class _Terminal(logging.Handler):
         else:
             # tqdm's lock is one for a process and all that it forks: a data worker that is ended while it writes would hold it for ever
             sys.stderr.write(self.format(record) + "\n")
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
+    """A bar of tqdm on stderr, with count and time left; where that is no terminal, such as a log of CI, a line every `LINE_S` seconds.
+
+    Args:
+        iterable, options: as of `tqdm.tqdm`; `desc` says what is done, in a word or two.
+    """
+    if sys.stderr.isatty():
+        return tqdm(iterable, **{"dynamic_ncols": True, "mininterval": 0.5, "leave": False, **options})
+    state = "{desc}: {n_fmt}/{total_fmt} {unit}, {elapsed} so far, {remaining} left{postfix}"
+    return tqdm(iterable, **{"bar_format": state, **options, "file": _Lines(), "mininterval": min(LINE_S, 1.0)})
+
+
+class _Lines:
+    """What a bar is drawn on, over and over: now and then a line of it."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def write(self, text: str) -> None:
+        if text.strip() and time.monotonic() - self._last >= LINE_S:
+            self._last = time.monotonic()
+            sys.stderr.write(text.strip() + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 class RunLog:
@@ -124,7 +152,7 @@ class RunLog:
     def start_progress(self, start: int, total: int) -> None:
         """Show a progress bar over optimizer steps, with the time left."""
         if self.folder is not None:
-            self._bar = tqdm(initial=start, total=total, unit="step", dynamic_ncols=True, mininterval=0.5)
+            self._bar = progress_bar(initial=start, total=total, unit="step", leave=True)
 
     def advance(self) -> None:
         """One more step is done."""

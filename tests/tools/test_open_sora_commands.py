@@ -175,6 +175,7 @@ def test_scenes_are_found_and_cut_by_the_paths_of_the_readme(table):
 
 
 def test_gpt4_captions_come_from_the_endpoint_with_the_key(table, monkeypatch):
+    pytest.importorskip("openai")
     seen = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -182,6 +183,7 @@ def test_gpt4_captions_come_from_the_endpoint_with_the_key(table, monkeypatch):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             seen.append((self.headers["Authorization"], len(request["messages"][0]["content"]) - 1))
             self.send_response(200)
+            self.send_header("Content-Type", "application/json")
             self.end_headers()
             self.wfile.write(json.dumps({"choices": [{"message": {"content": "a dog runs"}}]}).encode())
 

@@ -242,6 +242,18 @@ def test_buckets_that_a_dataset_has(tmp_path):
     assert read_config(out, ())[0].dataset["bucket_config"] == {"64px": {4: (1.0, 5)}}
 
 
+def test_notes_are_shown_once(tmp_path, caplog):
+    settings = tmp_path / "zero2.json"
+    settings.write_text('{"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10}')
+    source = tmp_path / "source.py"
+    source.write_text(CONFIG.read_text() + "\ncast_once = True\n")
+    fields = [*SMALL, f"--deepspeed={settings}"]
+    cfg, _ = read_config(source, fields)
+    write_config(tmp_path / "out.py", source, cfg, {clips_of(cfg)[0]: (5, Outcome(True))}, CPU.device, fields)
+    assert caplog.text.count("steps_per_print") == 1
+    assert caplog.text.count("note: ") == 2
+
+
 def test_a_misspelt_option_before_the_config_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["search", "--max-bach", "2", str(CONFIG), str(tmp_path / "out.py")])
     with pytest.raises(SystemExit):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from opensora.utils.logging import RunLog, show_messages
+from opensora.utils import logging as ours
+from opensora.utils.logging import RunLog, progress_bar, show_messages
 
 
 @pytest.fixture
@@ -145,3 +146,31 @@ def test_a_full_disk_ends_no_run(tmp_path):
         log.close()
     log = (tmp_path / "log.txt").read_text()
     assert log.count("metrics.jsonl does not have all of this run: [Errno 28]") == 1
+
+
+def test_a_bar_that_no_terminal_shows_is_a_line_now_and_then(package_logger, monkeypatch, capsys):
+    show_messages()
+    assert list(progress_bar(range(3), desc="measuring", unit="clip")) == [0, 1, 2]
+    assert capsys.readouterr().err == ""  # it took less than a line is worth
+    monkeypatch.setattr(ours, "LINE_S", 0.0)
+    with progress_bar(total=3, desc="measuring", unit="clip") as bar:
+        bar.update()
+        bar.set_postfix(loss=0.5)
+        monkeypatch.setattr(ours, "LINE_S", 30.0)
+        for text in ("one", "two"):  # a message does not bring the line again
+            logging.getLogger("opensora").info(text)
+    err = capsys.readouterr().err
+    assert "\r" not in err
+    lines = [line for line in err.splitlines() if line.startswith("measuring: 1/3 clip, 00:00 so far, ")]
+    assert len(lines) == 2
+    assert lines[-1].endswith(" left, loss=0.5")
+    assert [line[-3:] for line in err.splitlines()][-2:] == ["one", "two"]
+
+
+def test_on_a_terminal_it_is_a_bar(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar(total=2, desc="measuring", unit="clip", mininterval=0) as bar:
+        bar.update()
+    assert "\rmeasuring:  50%|" in terminal.getvalue()

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from opensora.utils.errors import UserError
+from tools.command import Parser
 
 T = TypeVar("T")
 OUT_OF_MEMORY = "out of memory"
 
 
-class Options(argparse.ArgumentParser):
+class Options(Parser):
     """The options of one benchmark: --toy, --device where there is a choice, and what `add` adds.
 
     Args:
@@ -35,14 +36,9 @@ class Options(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str, description: str | None, argv: Sequence[str], device: str = "gpu") -> None:
-        super().__init__(
-            prog=f"python -m tools.benchmark {name}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        super().__init__(description, prog=f"python -m tools.benchmark {name}")
         here = "cuda" if torch.cuda.is_available() else "cpu"
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first = Parser(add_help=False)
         for parser in (self, first):
             parser.add_argument("--toy", action="store_true", help="small sizes, to see that it runs")
             if device != "cpu":

@@ -9,11 +9,14 @@ and may name columns: "Its title is {title}. Describe it." An endpoint's key is 
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
 from tools.caption.captioner import SCORES, Captioner
 from tools.caption.prompts import TEMPLATES, prompt_of
+from tools.command import Parser
 from tools.scoring import job as jobs
 from tools.scoring.__main__ import add_run_arguments, job_of
 from tools.scoring.registry import Scorer
@@ -21,9 +24,7 @@ from tools.scoring.registry import Scorer
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.caption", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, __spec__)
     add_run_arguments(parser)
     parser.add_argument("--model", required=True, help="folder or hub id; with --endpoint, its name there")
     parser.add_argument(
@@ -66,6 +67,8 @@ def captioner_of(args: argparse.Namespace) -> Captioner:
 def main() -> None:
     """The command line."""
     args = read_arguments()
+    if os.environ.get("RANK", "0") == "0":
+        show_messages()
     scorers: dict[str, Scorer] = {"caption": captioner_of(args)}
     jobs.run(job_of(args, scorers), args.num_workers)
 

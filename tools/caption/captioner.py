@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from opensora.utils.errors import UserError
-from tools.caption.options import CaptionOptions, Failure, Frames, Refused
+from tools.caption.options import CaptionOptions, Failure, Frames
 from tools.caption.prompts import columns_in, filled, prompt_of
 from tools.datasets.datautil.captions import with_scores
 from tools.datasets.stream import number_of
@@ -61,11 +61,11 @@ class Captioner(CaptionOptions):
         return rows
 
     def _captions(self, clips: Sequence[Frames], prompts: Sequence[str]) -> list["str | Failure"]:
-        """The captions; those that failed are tried again, but for what would be refused again."""
+        """The captions; empty ones are asked for again."""
         describe = describer(self)
         captions: list[str | Failure] = [Failure(EMPTY)] * len(clips)
         for attempt in range(self.retries + 1):
-            open_ = [i for i, caption in enumerate(captions) if _may_succeed(caption)]
+            open_ = [i for i, caption in enumerate(captions) if type(caption) is Failure]
             if not open_:
                 break
             answers = describe([clips[i] for i in open_], [prompts[i] for i in open_], attempt)
@@ -108,10 +108,6 @@ def suffixed(caption: str, scores: Mapping[str, Any]) -> str:
             raise UserError(f"column {name}: {value!r} is not a number.")
         known[name] = None if value is None or math.isnan(value) else float(value)
     return with_scores(caption, known["aes"], known["flow"], str(scores.get("cmotion") or ""))
-
-
-def _may_succeed(caption: "str | Failure") -> bool:
-    return isinstance(caption, Failure) and not isinstance(caption, Refused)
 
 
 def _plain(answer: str) -> str:

@@ -16,7 +16,7 @@ class Refused(Failure):
 
 
 class Unanswered(Failure):
-    """Nothing that is about the clip: the server is away, overloaded or broken."""
+    """After all retries. Nothing that is about the clip: the server is away, overloaded or broken."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A vision-language model of transformers that runs here: LLaVA, Qwen-VL, and whatever `AutoModelForImageTextToText` knows."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.utils.errors import UserError
 from tools.caption.options import CaptionOptions, Failure, Frames
 
+logger = logging.getLogger("opensora.tools.caption")
 RETRY_TEMPERATURE = 0.7  # the same question gives the same answer otherwise
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -36,6 +38,7 @@ class VisionLanguageModel:
         if settings.dtype not in DTYPES:
             raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES)}.")
         folder = resolve_pretrained(settings.model, what="vision-language model", any_of=[("config.json",)])
+        logger.info("loading %s", settings.model)
         try:
             processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
             kind: Any = AutoModelForImageTextToText

@@ -5,7 +5,6 @@
 Reads the table row by row; 4 bytes for each number are held.
 """
 
-import argparse
 import contextlib
 import html
 from collections import Counter
@@ -18,6 +17,8 @@ from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.summary import Summary, summarise
 from opensora.registry import DATASETS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar
+from tools.command import Parser
 from tools.datasets.datautil.columns import shortened
 from tools.datasets.doctor import REGISTRIES
 from tools.datasets.plots import Figures, svg_bars, svg_histogram
@@ -36,7 +37,7 @@ def page_of(table: Path) -> tuple[str, dict[str, np.ndarray]]:
     figures = Figures()
     words: dict[str, Counter[str]] = {}
     count = 0
-    for count, row in enumerate(read_rows(table), start=1):  # noqa: B007  (it is the number of rows)
+    for count, row in enumerate(progress_bar(read_rows(table), desc="reading", unit="row", delay=1), start=1):  # noqa: B007  (it is the number of rows)
         more: Row = {}
         with contextlib.suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # an image, or no such columns
             more["seconds"] = float(row["num_frames"]) / float(row["fps"])
@@ -75,7 +76,7 @@ def occupancy(config: Path, table: Path, processes: int) -> Summary:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--output", "-o", type=Path, required=True, help="an .html")
     parser.add_argument("--config", type=Path, help="a training config: which of its buckets are filled")

@@ -25,6 +25,7 @@ from opensora.datasets.image_folder import class_folders
 from opensora.datasets.table.files import read_frame, table_format
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, refuse_unlisted
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 from tools.datasets.datautil.info import add_info
 from tools.datasets.datautil.io import write_frames
 from tools.datasets.datautil.operations import TableState
@@ -249,15 +250,11 @@ KINDS: dict[str, Callable[[Path, argparse.Namespace], Made]] = {
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(__doc__, __spec__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(KINDS) + "}")
     for kind, function in KINDS.items():
         line = (function.__doc__ or "").splitlines()[0]
-        sub = kinds.add_parser(kind, help=line, description=line, allow_abbrev=False)
+        sub = kinds.add_parser(kind, help=line, description=line)
         sub.add_argument("folder", metavar="FOLDER")
         help_of_output = ".csv, .jsonl or .parquet (default: videos.csv, images.csv, KIND_SPLIT.csv)"
         sub.add_argument("--output", "-o", metavar="TABLE", help=help_of_output)

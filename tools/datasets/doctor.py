@@ -30,7 +30,8 @@ from opensora.datasets.video.read_video import probe
 from opensora.inference.output import save_image_grid, shown_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.logging import show_messages
+from opensora.utils.logging import progress_bar, show_messages
+from tools.command import Parser
 
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 MANY = 0.01  # share of rows with the same caption that is reported
@@ -148,7 +149,7 @@ def of_the_table(table: Table, *, classes: bool = False) -> list[str]:
 def read_samples(dataset: Any, keys: Sequence[Any]) -> list[Reading]:
     """Read samples one after another, timed."""
     readings = []
-    for key in keys:
+    for key in progress_bar(keys, desc="reading samples", unit="sample"):
         start = time.perf_counter()
         try:
             item = dataset[key]
@@ -201,14 +202,11 @@ def _first_batches(sampler: Any, count: int) -> list[list[SampleKey]]:
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="python -m tools.datasets.doctor", allow_abbrev=False, add_help=False)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--contact-sheet", type=Path, default=None)
-    if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(__doc__ or "")
-        raise SystemExit(0)
-    options, rest = parser.parse_known_args(argv)
+    parser = Parser(__doc__, __spec__, usage="%(prog)s CONFIG [options] [--field value ...]")
+    parser.add_argument("--processes", type=int, default=1, help="of the training")
+    parser.add_argument("--samples", type=int, default=32, help="how many are read")
+    parser.add_argument("--contact-sheet", type=Path, help="write an image of the samples that were read to this file")
+    options, rest = parser.parse_known_args(argv or ["--help"])
     if options.processes < 1 or options.samples < 1:
         raise UserError("--processes and --samples must be at least 1.")
     return options, rest

@@ -8,7 +8,6 @@ Which part a group falls in depends on the seed and on the values, not on the or
 must be spelled as that row's `path` is: where it names no row, but there is a row of that file name, nothing is split.
 """
 
-import argparse
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from opensora.utils.errors import UserError, exit_on_user_error
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as Open-Sora's, it may be run by its path
+from tools.command import Parser
 from tools.datasets.stream import columns_of, read_blocks
 from tools.footage.rows import read_rows, write_rows
 
@@ -191,7 +191,7 @@ def run(table: Path, shares: dict[str, float], by: Sequence[str] = (), seed: int
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--parts", nargs="+", required=True, metavar="NAME=SHARE")
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="rows with equal values stay together")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora.datasets.table import files
-from opensora.datasets.table.files import cell_text, table_format
+from opensora.datasets.table.files import UnwritableError, cell_text, table_format
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -106,31 +106,38 @@ def renamed(target: Path) -> Iterator[Path]:
     """A file to write to, which takes its name when the block ends well and vanishes when it does not.
 
     Raises:
-        UserError: a cell is not text.
+        UserError: a cell is none that the format holds.
+        OSError: the disk is full, for example; it names the target.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
-    os.close(handle)
-    partial = Path(name)
-    try:
-        with refusing_surrogates(target):
+    with naming(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
+        os.close(handle)
+        partial = Path(name)
+        try:
             yield partial
-        mask = os.umask(0)
-        os.umask(mask)
-        partial.chmod(0o666 & ~mask)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+            mask = os.umask(0)
+            os.umask(mask)
+            partial.chmod(0o666 & ~mask)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
-def refusing_surrogates(target: Path) -> Iterator[None]:
-    """Readers refuse half of a character, which rows made by a program may have."""
+def naming(target: Path) -> Iterator[None]:
+    """Put the name of the file into errors of writing it. Half of a character, which rows made by a program may have, is refused."""
     try:
         yield
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise UserError(f"{target}: a cell holds {half!a}, half of a character, which is no text.") from error
+    except UnwritableError as error:
+        raise UserError(f"{target}: {error}") from error
+    except OSError as error:
+        if error.filename is None or Path(str(error.filename)).name.startswith(f".{target.stem}."):
+            error.filename = str(target)
+        raise
 
 
 def number_of(name: str, value: Any) -> Any:
@@ -209,10 +216,10 @@ def _write_parquet(target: Path, columns: Sequence[str], blocks: Iterable[Block]
                 typed = [arrays[name].cast(writer.schema.field(name).type) for name in columns]  # type: ignore[attr-defined]
                 writer.write_table(pa.table(typed, writer.schema))
             held = []
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, UserError):  # of the blocks, which are still read
         raise
     except (TypeError, ValueError) as error:  # pyarrow's errors derive from these
-        raise UserError(
+        raise UnwritableError(
             f"a column cannot be written as parquet ({error}); write JSONL, which takes mixed types."
         ) from error
     finally:

@@ -26,6 +26,7 @@ from PIL import Image
 from opensora.datasets.video.files import is_image
 from opensora.datasets.video.read_video import open_clip
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 from tools.datasets.datautil.parallel import default_workers, map_rows
 from tools.datasets.stream import columns_of
 from tools.footage.rows import Row, read_rows, refuse_existing, shortened, shown_from, write_rows
@@ -166,7 +167,7 @@ def target_of(file: Path, folder: Path) -> Path:
 
 def read_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     for name in ("img_resize", "img_rand_crop", "vid_frame_extract"):
         sub = kinds.add_parser(name)

@@ -20,6 +20,7 @@ from opensora.config.load import InferenceConfig, parse_config
 from opensora.inference.build import COMPONENTS
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
+from tools.command import Parser
 from tools.demo.page import build_page
 from tools.demo.studio import LARGEST_REFERENCE, Studio
 
@@ -33,7 +34,7 @@ def read_command(argv: Sequence[str]) -> tuple[InferenceConfig, argparse.Namespa
     Raises:
         UserError: the config is wrong.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves everybody who can reach this machine")
     parser.add_argument("--port", type=int, default=7860)
     own, rest = parser.parse_known_args(argv)

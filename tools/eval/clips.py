@@ -20,6 +20,7 @@ from opensora.datasets.transforms import to_float
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 
 Resize = Literal["antialias", "bilinear", "area", "none"]
 Shape = Literal["squeeze", "crop"]
@@ -63,12 +64,15 @@ def read_clips(source: Path, sampling: Sampling, root: Path | None = None, limit
             raise UserError(
                 f"{source}: expected images, arr_0 of uint8[N, H, W, 3], of which a clip is --num-frames 1."
             )
-        yield from (Clip(source, resized(to_float(torch.from_numpy(x[None])), sampling)) for x in images[:limit])
+        yield from (
+            Clip(source, resized(to_float(torch.from_numpy(x[None])), sampling))
+            for x in progress_bar(images[:limit], desc=f"reading {source}", unit="image")
+        )
         return
     paths = files_of(source, root)
     if not paths:
         raise UserError(f"{source}: there are no videos or images in it.")
-    for path in paths[:limit]:
+    for path in progress_bar(paths[:limit], desc=f"reading {source}", unit="clip"):
         yield Clip(path, _read_clip(path, sampling))
 
 

@@ -32,6 +32,8 @@ from torch import Tensor
 
 from opensora.inference.output import replace_file, to_uint8
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar, show_messages
+from tools.command import Parser
 from tools.eval.clips import Clip, Sampling, npz_arrays, read_clips
 from tools.eval.extractors import Extractor, add_arguments, build_extractor, sampling_of
 from tools.eval.record import refuse_unwritable, score_record, write_record
@@ -114,9 +116,12 @@ def precision_recall(real: Tensor, fake: Tensor) -> tuple[float, float]:
     if min(len(real), len(fake)) <= NEIGHBOURS:
         raise UserError(f"precision and recall need more than {NEIGHBOURS} samples on each side.")
 
+    def parts(rows: Tensor) -> Iterable[Tensor]:
+        return progress_bar(rows.split(1024), desc="precision and recall", unit="part", delay=1)
+
     def share(points: Tensor, manifold: Tensor) -> float:
-        nearest = [torch.cdist(rows, manifold).kthvalue(NEIGHBOURS + 1).values for rows in manifold.split(1024)]
-        inside = [(torch.cdist(rows, manifold) <= torch.cat(nearest)).any(1) for rows in points.split(1024)]
+        nearest = [torch.cdist(rows, manifold).kthvalue(NEIGHBOURS + 1).values for rows in parts(manifold)]
+        inside = [(torch.cdist(rows, manifold) <= torch.cat(nearest)).any(1) for rows in parts(points)]
         return float(torch.cat(inside).double().mean())
 
     return share(fake.double(), real.double()), share(real.double(), fake.double())
@@ -282,7 +287,7 @@ def side_settings(extractor: Extractor, sampling: Sampling) -> dict[str, Any]:
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--real", type=Path, help="folder, table, .npz of images, or a file of --save-statistics")
     parser.add_argument("--fake", type=Path, required=True, help="folder, table or .npz of samples")
     parser.add_argument("--write-npz", type=Path, help="only write the samples' frames, for the ADM evaluator")
@@ -305,6 +310,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
+    show_messages()
     for name in ("num_samples", "batch_size", "num_frames", "frame_interval", "real_frame_interval"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")

@@ -8,7 +8,6 @@ clips, evenly picked, at `--val-num-timesteps` timesteps. Under torchrun the pro
 exported adapter, or a checkpoint folder of a run with lora) is merged into WEIGHTS; `--lora None` measures WEIGHTS alone.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,8 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.validation import HeldOutLoss, Key
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar, show_messages
+from tools.command import Parser
 from tools.eval.record import refuse_unwritable, score_record, write_record
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
@@ -83,8 +84,10 @@ def measure(cfg: TrainConfig, world: World, adapter: Adapter | None = None) -> t
     component = {**legal_dataset(cfg.dataset, vae), "data_path": cfg.val_data_path}
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
     encode = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
-    loss = HeldOutLoss(cfg, world, dataset, encode, build_module(cfg.scheduler, SCHEDULERS))
-    return loss, loss.table(model)
+    scheduler = build_module(cfg.scheduler, SCHEDULERS)
+    with progress_bar(bar_format="{desc}, {elapsed} so far", disable=not world.is_main) as bar:
+        loss = HeldOutLoss(cfg, world, dataset, encode, scheduler, bar.set_description_str)
+        return loss, loss.table(model)
 
 
 def read_command(argv: Sequence[str]) -> Command:
@@ -93,9 +96,7 @@ def read_command(argv: Sequence[str]) -> Command:
     Raises:
         UserError: the config is wrong, or names no clips, no weights, or a LoRA that is nowhere.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__, __spec__, usage="%(prog)s TRAIN_CONFIG [options] [--field value ...]")
     parser.add_argument("--adapter", type=Path, help="LoRA to merge into the weights")
     parser.add_argument("--out", type=Path, help="write the losses and all settings to this JSON file")
     own, rest = parser.parse_known_args(argv)
@@ -129,6 +130,8 @@ def main() -> None:
     cfg, out = command.cfg, command.out
     adapter = None if command.adapter is None else read_adapter(command.adapter)
     world = init_world(cfg.device, cfg.sp_size)
+    if world.is_main:
+        show_messages()
     try:
         if world.is_main:
             refuse_unwritable(out)

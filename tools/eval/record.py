@@ -8,6 +8,7 @@ from typing import Any
 
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 
 
 def score_record(tool: str, scores: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,10 +55,14 @@ def _unwritable(path: Path, error: OSError, option: str) -> UserError:
 def file_hash(path: Path) -> str:
     """A hash of all bytes of a file, or of all files of a folder with their names."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        if path.is_dir():
-            digest.update(str(file.relative_to(path)).encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    size = sum(file.stat().st_size for file in files)
+    with progress_bar(total=size, desc=f"hashing {path}", unit="B", unit_scale=True, delay=1) as bar:
+        for file in files:
+            if path.is_dir():
+                digest.update(str(file.relative_to(path)).encode())
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+                    bar.update(len(block))
     return digest.hexdigest()

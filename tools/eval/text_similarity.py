@@ -12,6 +12,7 @@ the sample (column `caption`), times 100. The encoder is a registered one, `hf` 
 """
 
 import argparse
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompts import split_segments, without_scores
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar, show_messages
+from tools.command import Parser
 from tools.eval.record import file_hash, refuse_unwritable, score_record, write_record
 from tools.scoring.clip import Clip
+
+logger = logging.getLogger("opensora.tools.text_similarity")
 
 
 def embeddings(encoder: Any, texts: Sequence[str]) -> Tensor:
@@ -51,7 +56,7 @@ def score_samples(samples: Sequence[Finished], clip: Clip, frames: int) -> dict[
     if not samples:
         raise UserError("there are no samples with sidecars in that folder, so their prompts are not known.")
     scores = {}
-    for sample in samples:
+    for sample in progress_bar(samples, desc="comparing", unit="sample"):
         shown, texts = spread_frames(sample.path, frames), plain_texts(sample.record["prompt"])
         scores[sample.path.name] = sum(clip.similarity(shown, text) for text in texts) / len(texts)
     return scores
@@ -77,6 +82,7 @@ def score_captions(table: Path, encoder: Any) -> dict[str, float]:
         raise UserError(
             f"{table}: rows {list_rows(empty, len(empty))} have no text or no caption; leave them out first."
         )
+    logger.info("encoding %d texts and captions", len(frame))
     asked, said = (embeddings(encoder, frame[name].astype(str).tolist()) for name in ("text", "caption"))
     return {str(row): 100 * float(score) for row, score in enumerate((asked * said).sum(-1))}
 
@@ -94,7 +100,7 @@ def report(tool: str, scores: Mapping[str, float], settings: Mapping[str, Any], 
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     commands = parser.add_subparsers(dest="command", required=True)
     clip = commands.add_parser("clip", help="frames against prompts")
     clip.add_argument("samples", type=Path, help="folder of samples with sidecars")
@@ -115,6 +121,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
+    show_messages()
     refuse_unwritable(args.out)
     if args.command == "clip":
         clip = Clip(args.clip, args.device)

@@ -21,6 +21,7 @@ from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompts import without_scores
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import make_writable, parse_json
+from tools.command import Parser
 from tools.eval.record import refuse_unwritable, score_record, write_record
 
 SAMPLES, SAMPLES_OF_FLICKER = 5, 25
@@ -240,7 +241,7 @@ def _import(args: argparse.Namespace) -> None:
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     commands = parser.add_subparsers(dest="command", required=True)
     prompts = commands.add_parser("prompts", help="write prompt lists")
     prompts.add_argument("info", type=Path, help="VBench_full_info.json")

@@ -8,12 +8,13 @@ resumes there; a changed recipe keeps the stages before the change. `report.html
 --retry-failed, what could not be read, cut, scored or captioned in a run before is tried again, and nothing else.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
+from tools.command import Parser
 from tools.footage.recipe import read_recipe
 from tools.footage.report import write_report
 from tools.footage.rows import has_rows
@@ -110,7 +111,7 @@ def planned(recipe: Path, out: Path, workers: int, rank: int, world: int) -> lis
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("recipe", type=Path, help=".py or .yaml with `stages`: docs/data-processing.md")
     parser.add_argument("--out", "-o", type=Path, required=True, help="folder of the tables, clips and report")
     parser.add_argument("--num-workers", type=int, default=1, metavar="N", help="processes (not under torchrun)")
@@ -119,6 +120,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank == 0:
+        show_messages()
     run(args.recipe, args.out, max(1, args.num_workers), rank, world, retry_failed=args.retry_failed)
 
 

@@ -8,7 +8,6 @@ middle, and there blended; where the two then agree less than they did unmoved, 
 With --ckpt: a TorchScript module from two frames [1, 3, H, W] in [0, 1] to the one in the middle.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -21,6 +20,8 @@ import numpy as np
 from opensora.datasets.video.color import reformat
 from opensora.inference.output import exact_fps
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import progress_bar
+from tools.command import Parser
 from tools.scene_cut.frames import Footage
 from tools.scoring.frames import opencv
 
@@ -148,7 +149,8 @@ def run(source: Path, target: Path, niter: int, fps: float | None, middle: Middl
     if niter < 1 or (fps is not None and fps <= 0):
         raise UserError("--niter must be 1 or more, and --fps positive.")
     footage = Footage(source)
-    frames = (footage.rgb(timed.frame) for timed in footage.frames())
+    shown = progress_bar(footage.frames(), total=footage.num_frames, desc="interpolating", unit="frame")
+    frames = (footage.rgb(timed.frame) for timed in shown)
     rate = exact_fps(fps if fps is not None else _kept_rate(footage) * 2**niter)
     return write(target, interpolated(frames, middle, niter), rate)
 
@@ -165,7 +167,7 @@ def _kept_rate(footage: Footage) -> float:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("input", type=Path, help="a video")
     parser.add_argument("--output_path", type=Path, help="an .mp4 (default: NAME_x2.mp4 next to the input)")
     parser.add_argument("--niter", type=int, default=1, help="how often frames are doubled")

@@ -6,7 +6,6 @@ Every part is one of the commands a user would type; each is printed before it r
 continued from its last checkpoint, when the same options are given again; with others a new one begins.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import torch
 from opensora.checkpoint.load import complete_checkpoints
 from opensora.config.load import InferenceConfig, TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIPS = Path("assets/clips/clips.csv")
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument(
         "--from",
         dest="start",

@@ -8,7 +8,6 @@ conditioning frames to what the VAE makes of the source (kept frames are exact),
 made one, as a multiple of the video's other steps (1 is seamless).
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from opensora.inference.sizes import saved_rate
 from opensora.models.vae.metrics import reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 from tools.quickstart.__main__ import CLIPS, OPTIONS, RECIPES, command, options_of
 from tools.quickstart.images import Row, contact_sheet
 from tools.quickstart.measure import psnr
@@ -53,7 +53,7 @@ KINDS = (
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("--ckpt-path", help="other weights than the shipped ones, such as a quickstart's checkpoint")
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart/conditions"), help="where everything goes")
     parser.add_argument("--clips", nargs="+", default=list(SHOWN), help="clips of assets/clips")

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opensora.models.vae.metrics import psnr_of_error as psnr
+
 POOL = 8
 """Clips are compared after averaging over so many pixels a side: layout and colour, not texture."""
 
@@ -41,11 +43,6 @@ def best_frame_psnr(sample: Tensor, clip: Tensor) -> float:
     frames = clip.transpose(0, 1).flatten(1)
     errors = torch.cdist(x, frames).square() / x.shape[1]  # [T, T_clip]
     return float(psnr(errors.min(dim=1).values).mean())
-
-
-def psnr(squared_error: Tensor) -> Tensor:
-    """Mean squared error of images in [-1, 1] -> dB."""
-    return 10 * torch.log10(4 / squared_error.clamp_min(1e-10))
 
 
 def _pooled(video: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from opensora.utils.errors import exit_on_user_error
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as Open-Sora's, it may be run by its path
+from tools.command import Parser
 from tools.datasets.stream import renamed
 from tools.footage.rows import read_rows, refuse_existing, write_rows
 from tools.scene_cut.rules import Rules
@@ -38,7 +39,7 @@ def lost_rows(rows: Iterable[Row]) -> Iterator[Row]:
 def read_arguments() -> argparse.Namespace:
     """The command line; the names of Open-Sora's options, with _."""
     default = Rules()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     add_run_arguments(parser, "_clips")
     parser.add_argument("--save_dir", type=Path, required=True, help="folder of the clips")
     parser.add_argument("--min_seconds", type=float, default=default.min_seconds)

@@ -6,13 +6,13 @@ Detectors: content (needs nothing), adaptive (PySceneDetect), transnetv2; auto =
 content. A file that cannot be read keeps its row; the reason is in `status`. Killed, it resumes where it stopped.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from opensora.utils.errors import exit_on_user_error
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as Open-Sora's, it may be run by its path
+from tools.command import Parser
 from tools.scene_cut.detectors import DETECTORS
 from tools.scene_cut.scorers import SceneDetect
 from tools.scoring.__main__ import add_run_arguments, job_of
@@ -22,7 +22,7 @@ from tools.scoring.job import run
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, __spec__)
     add_run_arguments(parser, "_timestamp")
     parser.add_argument("--detector", default="auto", choices=("auto", *DETECTORS))
     parser.add_argument("--threshold", type=float, help="higher finds fewer cuts; default: the detector's own")

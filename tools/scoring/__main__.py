@@ -10,12 +10,15 @@ Killed and started again, it resumes where it stopped. docs/scoring.md says what
 
 import argparse
 import ast
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
+from tools.command import Parser
 from tools.scoring import job as jobs
 from tools.scoring.registry import Scorer, names, scorer
 
@@ -64,9 +67,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, suffix: str = "") -> None
         "--out", "-o", type=Path, required=not suffix, help=f"the table to write; its extension is the format{named}"
     )
     parser.add_argument("--root", type=Path, help="what the paths are relative to (default: the table's folder)")
-    parser.add_argument(
-        "--num-workers", "--num_workers", type=int, default=1, metavar="N", help="processes; 0: this one, unguarded"
-    )
+    parser.add_argument("--num-workers", type=int, default=1, metavar="N", help="processes; 0: this one, unguarded")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="files at a time")
     parser.add_argument("--part-rows", type=int, default=512, metavar="N", help="rows of a part")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
@@ -87,7 +88,7 @@ def job_of(args: argparse.Namespace, scorers: dict[str, Scorer]) -> jobs.Job:
     table_format(args.out)
     if args.out.exists() and not args.overwrite:
         raise UserError(f"{args.out} exists; name another --out, or pass --overwrite.")
-    if args.out.resolve() == args.table.resolve():
+    if os.path.realpath(args.out) == os.path.realpath(args.table):
         raise UserError("--out is the table itself; name another file.")
     folder = args.root or args.table.parent
     if args.out.parent.resolve() != args.table.parent.resolve() and args.root is None:
@@ -97,9 +98,7 @@ def job_of(args: argparse.Namespace, scorers: dict[str, Scorer]) -> jobs.Job:
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.scoring", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, __spec__)
     add_run_arguments(parser)
     parser.add_argument("--scorers", required=True, metavar="A,B", help=", ".join(names()))
     parser.add_argument(
@@ -117,6 +116,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """The command line."""
     args = read_arguments()
+    if os.environ.get("RANK", "0") == "0":
+        show_messages()
     scorers = chosen_scorers(args.scorers, args.set, args.device)
     jobs.run(job_of(args, scorers), args.num_workers)
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from opensora.datasets.transforms import to_float
 from opensora.utils.errors import UserError
 from tools.scoring.frames import key_frames
 
+logger = logging.getLogger("opensora.tools.clip")
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training images
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,6 +31,7 @@ class Clip:
         self.folder = Path(
             resolve_pretrained(folder, what="CLIP", any_of=[("config.json",), ("*.safetensors", "*.bin")])
         )
+        logger.info("loading %s", folder)
         try:
             model: Any = CLIPModel.from_pretrained(self.folder, dtype=dtype)
             self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)

@@ -20,10 +20,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 from tools.datasets.stream import Block, columns_of, count_rows, read_blocks, renamed, write_blocks
 from tools.eval.record import file_hash
 from tools.scoring.parts import Advanced, Part, note_death, read_part, reopen, score_part
@@ -95,8 +94,7 @@ def run(job: Job, workers: int = 1) -> Path:
         if world > 1:
             raise UserError("--retry-failed does not work under torchrun; run it without, with --num-workers N.")
         print(f"{sum(map(reopen, all_parts(job, total)))} rows that failed are tried again", flush=True)
-    interval_s = 0.5 if sys.stderr.isatty() else 30  # between two states of the bar: a log keeps them all
-    with tqdm(total=total, desc=job.title, unit="row", leave=False, mininterval=interval_s, disable=rank > 0) as bar:
+    with progress_bar(total=total, desc=job.title, unit="row", disable=rank > 0) as bar:
         if world > 1:
             _supervise(job, [Share(rank, world, int(os.environ.get("LOCAL_RANK", 0)))], bar)
         elif workers:
@@ -187,7 +185,7 @@ def merge(job: Job, rows: int) -> None:
             raise
         instead = job.out.with_name(f"{job.out.name}.jsonl")
         write_blocks(instead, names, blocks())
-        raise UserError(f"{job.out}: {error} All rows with their scores are in {instead}.") from error
+        raise UserError(f"{error} All rows with their scores are in {instead}.") from error
     print(f"{job.out}: {rows} rows; new columns: {', '.join(job.added())}")
     for name, count in failed.items():
         print(f"  {name}: {count} files could not be read, or gave nothing; the reason is in the column {STATUS}")

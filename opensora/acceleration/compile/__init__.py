@@ -1,12 +1,14 @@
 """Compilation block by block: all of a kind share one program. For OneDiff's interface see `opensora.acceleration.compiler`."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+logger = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 256
 """Programs of a function. At PyTorch's own limit of 8 a full graph is an error, and Inductor's kernels alone may need four: lengths that 8
 divides or not, short or long ones; times dtypes and kinds of blocks."""
@@ -33,6 +35,7 @@ def compile_blocks(
 
         if not config.post_grad_custom_pre_pass:  # a user's own pass stays; older PyTorch (2.6, 2.8) ignores ours
             arguments["options"] = {"post_grad_custom_pre_pass": DROP_ROUND_TRIPS}
+    logger.info("compile: the first step compiles the blocks, which takes minutes")
     for block in blocks:
         block.compile(fullgraph=True, **arguments)
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from opensora.acceleration.distributed import World, barrier, broadcast_from_rank0, mean_over_ranks
 from opensora.datasets.cache.records import SHARD_BYTES, RecordReader, RecordWriter, consolidate, prepare_folder
@@ -32,6 +31,7 @@ from opensora.datasets.video.files import DEFAULT, Decoding, TooFewFrames, is_im
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
+from opensora.utils.logging import progress_bar
 
 CLIPS, SAMPLES = "clips", "samples"
 CLIP_FEATURES = {
@@ -203,7 +203,8 @@ def write_missing(
     reader = RecordReader(path, remedy=remedy)
     written = 0
     try:
-        for key in tqdm(list(sources)[job.world.rank :: job.world.size], desc=folder, disable=not job.world.is_main):
+        mine = list(sources)[job.world.rank :: job.world.size]
+        for key in progress_bar(mine, desc=f"caching {folder}", unit="record", disable=not job.world.is_main):
             source = sources[key]
             source = source_hash(source) if isinstance(source, Path) else source
             if key in reader and (source is None or reader.read(key, ("source",))["source"] == source):

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from opensora.utils.errors import UserError
 from opensora.utils.folders import read_json
+from opensora.utils.logging import progress_bar
 
 FORMAT = 2
 METADATA, INDEX = "METADATA", "index.safetensors"
@@ -195,7 +196,7 @@ class RecordReader:
     def check(self) -> Iterator[str]:
         """Read everything; yields what is wrong with each damaged record."""
         self._verified[:] = False
-        for row in range(len(self)):
+        for row in progress_bar(range(len(self)), desc=f"checking {self.path}", unit="record"):
             try:
                 self._read(row, None)
             except UserError as error:

@@ -8,6 +8,7 @@ What training needs of a table is read by `opensora.datasets.table.table`, block
 import csv
 import gc
 import json
+import os
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
@@ -29,6 +31,10 @@ SHOWN_ROWS = 5  # of those that a message is about
 EXACT = 2**53  # whole numbers up to it are float64s as well
 BLOCK = 4096  # rows at a time: what was parsed is still in the processor's cache when it is used
 Block = tuple[int, dict[str, Any]]  # how many rows, and the cells of each column
+
+
+class UnwritableError(UserError):
+    """A format does not hold a value; who writes the file adds its name."""
 
 
 def read_frame(source: Path) -> pd.DataFrame:
@@ -48,7 +54,13 @@ def read_frame(source: Path) -> pd.DataFrame:
                 is_float = pd.api.types.is_float_dtype(column.dtype)
                 columns[name] = column.to_numpy(np.float64, na_value=np.nan) if is_float else column
             else:
-                cells = [None if cell is pd.NA or cell is pd.NaT else cell for cell in column.to_numpy(object)]
+                try:
+                    values = column.to_numpy(object)
+                except pa.ArrowException as error:
+                    raise UserError(
+                        f"{source}: column {name!r} holds bytes that are not UTF-8 text; write the file anew."
+                    ) from error
+                cells = [None if cell is pd.NA or cell is pd.NaT else cell for cell in values]
                 columns[name] = _typed([cell.tolist() if isinstance(cell, np.ndarray) else cell for cell in cells])
     else:
         with collection_paused():
@@ -93,6 +105,8 @@ def check_exist(**paths: str | Path | None) -> None:
 
 
 def _missing(source: Path, what: str) -> UserError:
+    if source.is_symlink():
+        return UserError(f"{what} is a link to {os.readlink(source)}, where there is no file; make the link anew.")  # noqa: PTH115
     if source.exists():
         return UserError(f"{what} is a pipe or a device, not a regular file.")
     names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
@@ -168,7 +182,9 @@ def cell_text(value: Any) -> str:
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, bytes):
-        raise UserError("a column of bytes cannot be written as text; drop it with --drop-columns, or write parquet.")
+        raise UnwritableError(
+            "a column of bytes cannot be written as text; drop it with --drop-columns, or write parquet."
+        )
     return str(value)
 
 

@@ -6,6 +6,7 @@ as it was written.
 
 import hashlib
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from opensora.registry import MODELS, inherit_signature
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 VOCABULARY = ("tokenizer.json", "spiece.model", "vocab.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model")
 Padding = Literal["max_length", "longest"]
@@ -198,6 +200,7 @@ class HFTextEncoder(nn.Module):
         return transformers.AutoModel.from_pretrained(self._name, **options)
 
     def _load(self) -> Any:
+        logger.info("loading the text encoder %s", self.from_pretrained)
         try:
             model, info = self._from_files(dtype=self.dtype, output_loading_info=True, **self._hub)
         except UserError:

@@ -11,6 +11,7 @@ and a decoder that looks across frames: steadier videos.
 
 import inspect
 import json
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from opensora.registry import MODELS, did_you_mean
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 WEIGHTS = ("diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.bin")
 
@@ -129,6 +131,7 @@ class DiffusersVAE(VideoVAE):
 
     def _load(self, name: str, where: dict[str, Any]) -> Any:
         """The autoencoder of a folder or hub id; `where`: diffusers' options that say where it lies."""
+        logger.info("loading the VAE %s", name)
         folder = resolve_pretrained(name, what="VAE", subfolder=where["subfolder"], any_of=[(CONFIG,), WEIGHTS])
         inner, variant = Path(folder) / where["subfolder"], None
         if inner.is_dir():

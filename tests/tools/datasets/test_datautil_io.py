@@ -1,14 +1,18 @@
 """Tables come out as they went in, whatever is in them."""
 
 import json
+import resource
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from opensora.datasets.table.files import BLOCK, FORMATS, read_frame, strings
 from opensora.datasets.table.table import read_table
 from opensora.utils.errors import UserError
+from tools.datasets.datautil.combine import find_tables
 from tools.datasets.datautil.io import to_numbers, write_frames
 
 TEXTS = [
@@ -118,6 +122,45 @@ def test_a_damaged_table_is_told_of(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_frame(tmp_path / name)
+
+
+def test_a_parquet_file_with_text_that_is_none_is_told_of(tmp_path):
+    good = pa.array(["a", "b"])
+    buffers = good.buffers()
+    bad = pa.Array.from_buffers(pa.string(), 2, [*buffers[:2], pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"path": bad}), tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=r"t\.parquet: column 'path' holds bytes that are not UTF-8"):
+        read_frame(tmp_path / "t.parquet")
+
+
+def test_what_a_file_cannot_hold_names_it(tmp_path):
+    frame = pd.DataFrame({"path": ["a"], "raw": [b"\xff"]}, dtype=object)
+    for name in ("t.csv", "t.jsonl"):
+        with pytest.raises(UserError, match=rf"{name}: a column of bytes cannot be written as text"):
+            write_frames([frame], [tmp_path / name])
+    mixed = pd.DataFrame({"path": ["a", 1]}, dtype=object)
+    with pytest.raises(UserError, match=r"t\.parquet: a column cannot be written as parquet"):
+        write_frames([mixed], [tmp_path / "t.parquet"])
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
+def test_a_full_disk_names_the_file(tmp_path, name):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    frame = pd.DataFrame({"path": [str(i) * 9 for i in range(3000)]}, dtype=object)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+        with pytest.raises(OSError, match=r"File too large") as raised:
+            write_frames([frame], [tmp_path / name])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.filename == str(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_itself_is_told_of(tmp_path):
+    (tmp_path / "t.csv").symlink_to(tmp_path / "t.csv")
+    with pytest.raises(UserError, match=r"t\.csv is a link to .*t\.csv, where there is no file"):
+        read_frame(*find_tables([str(tmp_path / "t.csv")]))
 
 
 def test_a_misspelt_table_has_a_suggestion(tmp_path):

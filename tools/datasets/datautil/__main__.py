@@ -19,6 +19,7 @@ import numpy as np
 
 from opensora.datasets.table.files import FORMATS, read_frame, table_format
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.command import Parser
 from tools.datasets.datautil import columns, filter, info, paths, text  # their operations register themselves
 from tools.datasets.datautil.combine import find_tables, merge, same_file
 from tools.datasets.datautil.io import write_frames
@@ -117,12 +118,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         UserError: flags contradict each other, or one has no effect.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.datautil",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an operation is recorded as it is typed
-    )
+    parser = Parser(__doc__, __spec__)
     parser.add_argument("tables", nargs="+", metavar="TABLE", help="tables, or patterns of their names")
     parser.add_argument("--output", "-o", metavar="FILE", help="the table to write; its extension is the format")
     parser.add_argument("--format", choices=FORMATS, help="of an output that is not named")

@@ -33,7 +33,7 @@ def find_tables(patterns: Sequence[str]) -> list[Path]:
             near = [path.name for path in folder.glob("*")] if folder.is_dir() else []
             raise UserError(f"{pattern}: there is no such file.{did_you_mean(Path(pattern).name, near)}")
         found += map(Path, names)
-    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
 
 
 def merge(tables: Sequence[tuple[Path, pd.DataFrame]], root: Path | None, folder: Path) -> tuple[TableState, list[str]]:

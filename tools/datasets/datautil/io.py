@@ -9,7 +9,7 @@ import pandas as pd
 
 from opensora.datasets.table.files import collection_paused, is_numeric, strings, table_format
 from opensora.utils.errors import UserError
-from tools.datasets.stream import INTEGERS, MISSING_WORDS, NUMBERS, WRITERS, refusing_surrogates, renamed
+from tools.datasets.stream import INTEGERS, MISSING_WORDS, NUMBERS, WRITERS, naming, renamed
 
 
 def write_frames(frames: Sequence[pd.DataFrame], targets: Sequence[Path]) -> None:
@@ -30,7 +30,7 @@ def write_frames(frames: Sequence[pd.DataFrame], targets: Sequence[Path]) -> Non
                     column = known_numbers(frame[name])
                     values = zip(column.astype(object).tolist(), column.isna(), strict=True)
                     block[name] = [None if missing else value for value, missing in values]
-            with refusing_surrogates(target):
+            with naming(target):
                 WRITERS[kind](partial, list(frame.columns), [block])
 
 

@@ -6,13 +6,12 @@ Decoders are C code that a damaged file may crash. `Pool.map` would then lose ev
 import gc
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from tqdm import tqdm
+from opensora.utils.logging import progress_bar
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -43,8 +42,7 @@ def map_rows(
         crashed: the value for an item whose process died; None = such a death is an error.
     """
     results: list[Value] = []
-    interval_s = 0.5 if sys.stderr.isatty() else 30  # between two states of the bar: a log keeps them all
-    with tqdm(total=len(items), desc=label, unit="row", leave=False, delay=1, mininterval=interval_s) as bar:
+    with progress_bar(total=len(items), desc=label, unit="row", delay=1) as bar:
         if workers <= 1 or len(items) <= 1:
             for item in items:
                 results.append(function(item))
