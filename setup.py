@@ -10,7 +10,12 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 FOLDERS = ("scripts", "tools", "configs", "assets")
-LEFT_OUT = ("__pycache__", "*.pyc", "build", "vae-video-small")  # of assets: how they were made, and a model that only examples use
+LEFT_OUT = (
+    "__pycache__",
+    "*.pyc",
+    "build",
+    "vae-video-small",
+)  # of assets: how they were made, and a model that only examples use
 
 
 class BuildWithFolders(build_py):

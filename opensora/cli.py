@@ -37,6 +37,7 @@ def main() -> None:
         sys.stdout.write(f"opensora {__version__}\n")
     elif name == "run":
         program, *arguments = arguments or ["--help"]
+        program = program.removesuffix(".py").replace("/", ".")  # tools/convert.py is another way to write it
         start(program, f"opensora run {program}", arguments)
     elif name in COMMANDS:
         start(COMMANDS[name][0], f"opensora {name}", arguments)
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def start(program: str, called: str, arguments: list[str]) -> None:
-    """Call `main` of a script or tool, `scripts.train` or `tools.convert`, with `called` and `arguments` as its command line."""
+    """Call `main` of a script or tool, `scripts.train` or `tools.convert`, with `arguments` as its command line."""
     from opensora.utils.folders import REPOSITORY
 
     files = {
@@ -59,12 +60,11 @@ def start(program: str, called: str, arguments: list[str]) -> None:
     if program in ("-h", "--help"):
         sys.stdout.write("\n".join(["usage: opensora run PROGRAM [ARGUMENT ...]", "", *sorted(programs), ""]))
         return
-    name = program.removesuffix(".py").replace("/", ".")
-    if name not in programs:
-        fail(f"there is no program {program!r}; `opensora run` lists them.", name, list(programs))
+    if program not in programs:
+        fail(f"there is no program {program!r}; `opensora run` lists them.", program, list(programs))
     sys.path.insert(0, str(REPOSITORY))  # before packages of the same names that somebody else installed
-    sys.argv = [called, *arguments]
-    importlib.import_module(programs[name]).main()
+    sys.argv = [called, *arguments]  # as it stands in usage messages and in the command that resumes a run
+    importlib.import_module(programs[program]).main()
 
 
 def fail(problem: str, word: str, known: list[str], usage: str = "") -> NoReturn:

@@ -102,7 +102,9 @@ def parse_config(
         import_parts([name for name in imports if isinstance(name, str)])
     draft.take_command(command)
     if name != command.config:
-        draft.notes.append(f"{name} is not in {Path.cwd()}: reading the one that comes with opensora, {command.config}.")
+        draft.notes.append(
+            f"{name} is not in {Path.cwd()}: reading the one that comes with opensora, {command.config}."
+        )
     draft.values = shipped_values(draft.values)
     config = draft.finish()
     if command.print_config:

@@ -49,7 +49,10 @@ def git_changes() -> str:
 def _git(*arguments: str) -> str:
     """The output of a git command in this source tree; empty where there is no git, or no repository that has this file."""
     try:
-        for words in (["ls-files", "--error-unmatch", Path(__file__).name], arguments):  # not a repository around a virtualenv
+        for words in (
+            ["ls-files", "--error-unmatch", Path(__file__).name],
+            arguments,
+        ):  # not a repository around a virtualenv
             done = subprocess.run(
                 ["git", *words],
                 cwd=Path(__file__).parent,
