@@ -171,8 +171,9 @@ def test_which_pytorch(make, words, answer, expected):
 
 def test_make_targets_named_in_the_docs_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
-    named = {name for page in pages for name in re.findall(r"(?:`|^ *)make ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.yml")]
+    command = re.compile(r"(?:`|^ *(?:- run: )?)make ([a-z-]+)", re.MULTILINE)
+    named = {name for page in pages for name in command.findall(page.read_text())}
     assert {"quickstart", "test"} <= named
     assert named <= targets
 
@@ -241,3 +242,10 @@ def links(page: Path) -> list[str]:
 
 def test_changelog_has_a_place_for_the_next_change():
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_version_is_the_same_everywhere():
+    newest = re.findall(r"^## \[(\d[\d.]*)\] - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert newest == tuple(re.search(rf"^{key}: (.*)$", cited, re.MULTILINE)[1] for key in ("version", "date-released"))
+    assert newest[0] == opensora.__version__
