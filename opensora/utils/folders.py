@@ -18,13 +18,15 @@ REPOSITORY = next(folder for folder in (PACKAGE / "_repository", PACKAGE.parent)
 
 
 def shipped(path: str) -> str:
-    """A path in configs/ or assets/ that is not in the working directory, as that of the file which comes with the project.
+    """A path in configs/ or assets/ that is not in the working directory, as that of the file or model which comes with the project.
 
-    Any other text is returned as it is.
+    Any other text is returned as it is, also the name of a whole folder such as `assets/clips`, where somebody may want to write.
     """
     name = Path(path)
-    ours = name.parts[:1] in (("configs",), ("assets",)) and ".." not in name.parts
-    return str(REPOSITORY / name) if ours and not name.exists() and (REPOSITORY / name).exists() else path
+    if name.parts[:1] not in (("configs",), ("assets",)) or ".." in name.parts or name.exists():
+        return path
+    found = REPOSITORY / name
+    return str(found) if found.is_file() or (len(name.parts) > 2 and found.is_dir()) else path
 
 
 def shipped_values(value: Any) -> Any:

@@ -190,11 +190,11 @@ SHIPPED = "configs/quickstart/inference.py"
 
 def test_a_config_of_the_project_is_found_from_any_folder(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    cfg = parse_config(InferenceConfig, argv=[SHIPPED, "--reference-cache", "assets/texts"])
-    for path in (cfg.prompt_path, cfg.model["from_pretrained"], cfg.vae["from_pretrained"], cfg.reference_cache):
+    cfg = parse_config(InferenceConfig, argv=[SHIPPED, "--save-dir", "assets/texts", "--lora", "assets/models/mine"])
+    for path in (cfg.prompt_path, cfg.model["from_pretrained"], cfg.vae["from_pretrained"]):
         assert path == str(REPOSITORY / path)
         assert Path(path).exists()
-    assert cfg.save_dir == "./outputs/quickstart/samples"
+    assert (cfg.save_dir, cfg.lora) == ("assets/texts", "assets/models/mine")
     assert [record.getMessage().split(":")[1] for record in caplog.records] == [f" {SHIPPED} is not in {tmp_path}"]
     assert config_from_dict(InferenceConfig, {**to_dict(cfg), "prompt_path": "assets/texts/quickstart.txt"}) == cfg
 
