@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 import opensora
 
@@ -242,6 +243,16 @@ def links(page: Path) -> list[str]:
 
 def test_changelog_has_a_place_for_the_next_change():
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_forms_and_workflows_are_yaml_and_run_what_ci_runs():
+    found = {
+        path.name: (path.read_text(), yaml.safe_load(path.read_text())) for path in (ROOT / ".github").rglob("*.yml")
+    }
+    assert {"ci.yml", "bug.yml", "feature.yml"} <= found.keys()
+    text, workflow = found["ci.yml"]
+    assert {"run": ".ci/run"} in workflow["jobs"]["checks"]["steps"]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in re.findall(r"uses: (\S+)", text))
 
 
 def test_the_version_is_the_same_everywhere():
