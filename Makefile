@@ -110,7 +110,7 @@ docs-check: setup-dev
 
 docs-site: setup-dev  ## build the documentation as a site, in site/; a broken link fails
 	$(PIP) -q -e '.[docs]'
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup  ## time the training step on this machine
 	$(BIN)/python -m tools.benchmark train_step
