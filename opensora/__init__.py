@@ -1,3 +1,3 @@
 """Train and sample video diffusion transformers."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

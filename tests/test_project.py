@@ -1,8 +1,10 @@
 """The project agrees with itself: requirements, README, docs, changelog and code."""
 
 import importlib
+import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 import opensora
 
@@ -111,10 +114,67 @@ def test_the_oldest_versions_are_those_that_are_allowed():
     assert {tuple(line.split("==")) for line in pinned} == lowest
 
 
+PYTHON_STUB = """#!/bin/sh
+case "$*" in
+"-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+*urlopen*) exit "$NO_ANSWER" ;;
+*" install "*) echo "${*#*--disable-pip-version-check }" >> installed ;;
+esac
+"""
+CPU = "--index-url https://download.pytorch.org/whl/cpu torch torchvision"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make(targets and variables)` with a stand-in for Python -> what it had pip install; with or without an answer of PyTorch's server."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python, installed = tmp_path / "python", tmp_path / "installed"
+    python.write_text(PYTHON_STUB)
+    python.chmod(0o755)
+
+    def run(*words: str, answer: bool = False) -> list[str]:
+        installed.write_text("")
+        environment = {**os.environ, "NO_ANSWER": str(int(not answer)), "MAKEFLAGS": ""}
+        command = ["make", "-s", f"PYTHON={python}", *words]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+        return installed.read_text().splitlines()
+
+    return run
+
+
+def test_a_user_gets_no_tools_of_developers_and_nothing_is_installed_twice(make):
+    assert make("setup", "NVIDIA_SMI=yes", answer=True) == ["-e .[quickstart]"]
+    assert make("setup") == []
+    assert make("setup-dev", answer=True) == ["-e .[dev,quickstart]"]
+    assert make("setup", "setup-dev") == []
+    assert make("-B", "setup", "EXTRAS=demo,quickstart") == ["-e .[demo,quickstart]"]
+
+
+def test_developers_tools_come_in_one_go(make):
+    assert make("setup-dev") == ["-e .[dev,quickstart]"]
+    assert make("setup") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "expected"),
+    [
+        (["setup", "NVIDIA_SMI="], True, [CPU, "-e .[quickstart]"]),
+        (["setup", "NVIDIA_SMI="], False, ["-e .[quickstart]"]),
+        (["setup", "NVIDIA_SMI=", "TORCH=default"], True, ["-e .[quickstart]"]),
+        (["setup", "NVIDIA_SMI=yes", "TORCH=cpu"], False, [CPU, "-e .[quickstart]"]),
+        (["setup-dev", "TORCH=cu128"], False, [CPU.replace("cpu", "cu128"), "-e .[dev,quickstart]"]),
+    ],
+)
+def test_which_pytorch(make, words, answer, expected):
+    assert make(*words, answer=answer) == expected
+
+
 def test_make_targets_named_in_the_docs_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
-    named = {name for page in pages for name in re.findall(r"(?:`|^ *)make ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.yml")]
+    command = re.compile(r"(?:`|^ *(?:- run: )?)make ([a-z-]+)", re.MULTILINE)
+    named = {name for page in pages for name in command.findall(page.read_text())}
     assert {"quickstart", "test"} <= named
     assert named <= targets
 
@@ -183,3 +243,20 @@ def links(page: Path) -> list[str]:
 
 def test_changelog_has_a_place_for_the_next_change():
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_forms_and_workflows_are_yaml_and_run_what_ci_runs():
+    found = {
+        path.name: (path.read_text(), yaml.safe_load(path.read_text())) for path in (ROOT / ".github").rglob("*.yml")
+    }
+    assert {"ci.yml", "bug.yml", "feature.yml"} <= found.keys()
+    text, workflow = found["ci.yml"]
+    assert {"run": ".ci/run"} in workflow["jobs"]["checks"]["steps"]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in re.findall(r"uses: (\S+)", text))
+
+
+def test_the_version_is_the_same_everywhere():
+    newest = re.findall(r"^## \[(\d[\d.]*)\] - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert newest == tuple(re.search(rf"^{key}: (.*)$", cited, re.MULTILINE)[1] for key in ("version", "date-released"))
+    assert newest[0] == opensora.__version__

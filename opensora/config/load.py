@@ -34,7 +34,7 @@ from opensora.config.upgrade import upgrade_all
 from opensora.config.yacs import PIPELINE, deepspeed_overrides, read_pipeline, read_yacs
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
-from opensora.utils.folders import read_json
+from opensora.utils.folders import REPOSITORY, read_json, shipped, shipped_values
 from opensora.utils.imports import import_parts, not_imported
 
 __all__ = [
@@ -63,6 +63,8 @@ def parse_config(
 ) -> AnyConfig:
     """Read the config that the command line names, with the overrides it carries, and check all of it.
 
+    Paths in configs/ and assets/ that are not in the working directory are those of the files that come with the project.
+
     Args:
         schema: `TrainConfig`, `InferenceConfig`, `VAETrainConfig` or `VAEInferenceConfig`.
         registries: for each component field, where its type is registered; a field without one is not looked into.
@@ -85,6 +87,7 @@ def parse_config(
             raise UserError(
                 f"no config file given; usage: {program()} CONFIG [--field VALUE ...], the config first (see --help)."
             )
+        name, command.config = command.config, shipped(command.config)
         values, origins, problems = read_file(Path(command.config), schema)
         overrides, idle = ({}, []) if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))
     except UserError as error:  # a wrong flag may be why there is no file
@@ -100,6 +103,11 @@ def parse_config(
     if isinstance(imports, list | tuple):  # another type is a problem that is reported with all others
         import_parts([name for name in imports if isinstance(name, str)])
     draft.take_command(command)
+    if name != command.config:
+        draft.notes.append(
+            f"{name} is not in {Path.cwd()}: reading the one that comes with opensora, {command.config}."
+        )
+    draft.values = shipped_values(draft.values)
     config = draft.finish()
     if command.print_config:
         sys.stdout.write(_provenance(config, draft.origins))
@@ -119,7 +127,7 @@ def config_from_dict(
     """
     _refuse_imports(values.get("imports"))
     draft = Draft(schema, registries or {})
-    draft.take_file(copy.deepcopy(dict(values)), {})
+    draft.take_file(shipped_values(values), {})
     return draft.finish()
 
 
@@ -157,7 +165,10 @@ def _read(path: Path, schema: type[RunConfig], above: tuple[Path, ...]) -> FileC
         values = read_pipeline(path) if (path / PIPELINE).is_file() else _read_checkpoint(path)
         return values, {(key,): str(path) for key in values}, []
     if not path.is_file():
+        configs = [str(file.relative_to(REPOSITORY)) for file in sorted(REPOSITORY.glob("configs/*/**/*.py"))]
+        same_name = [name for name in configs if Path(name).name == path.name]
         hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
+        hint = hint or (f" There are {', '.join(same_name)}." if same_name else did_you_mean(str(path), configs))
         wrong = "is a folder or a device, not a regular file." if path.exists() else f"does not exist.{hint}"
         raise UserError(f"config file {path} {wrong}")
     if path.resolve() in [file.resolve() for file in above]:

@@ -26,7 +26,7 @@ from opensora.datasets.table.files import read_blocks
 from opensora.inference.mask_strategy import check_references, parse_mask_strategy
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError, first_few
-from opensora.utils.folders import parse_json
+from opensora.utils.folders import parse_json, shipped
 
 logger = logging.getLogger(__name__)
 
@@ -393,9 +393,11 @@ def check_settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def files_of(value: Any) -> tuple[str, ...] | None:
     """Files or URLs: joined by ";" in a string, or a list of them."""
-    if isinstance(value, list | tuple):
-        return tuple(value) if all(isinstance(file, str) and file.strip() for file in value) else None
-    return tuple(part.strip() for part in value.split(";") if part.strip()) if isinstance(value, str) else None
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(";") if part.strip()]
+    if not isinstance(value, list | tuple) or not all(isinstance(file, str) and file.strip() for file in value):
+        return None
+    return tuple(map(shipped, value))
 
 
 def _text(value: Any) -> str | None:

@@ -298,7 +298,8 @@ def what_to_do_next(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
         return f"\nto resume: {command_line([*arguments, '--load', load])}"
     if not isinstance(cfg, TrainConfig):
         return ""
-    words = ["python", "scripts/inference.py", str(checkpoint), "--prompt", "..."]
+    program = ["opensora", "sample"] if sys.argv[0].startswith("opensora ") else ["python", "scripts/inference.py"]
+    words = [*program, str(checkpoint), "--prompt", "..."]
     if cfg.bucket_config is not None and None in (cfg.val_num_frames, cfg.val_image_size):
         words += ["--num-frames", "N", "--image-size", "H", "W"]
     if cfg.imports:

@@ -24,12 +24,16 @@ def environment() -> dict[str, Any]:
 def command_line(arguments: Sequence[str] | None = None) -> str:
     """The command as typed, or with other `arguments`, for a shell: working folder, script, torchrun if it was started so."""
     env = os.environ
-    launcher = ["python"]
+    program, *arguments = sys.argv if arguments is None else arguments
+    words, launcher = [program], ["python"]
+    if program.startswith("opensora "):  # opensora/cli.py
+        words, launcher = program.split(" "), []
     if "TORCHELASTIC_RUN_ID" in env:
         nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
         where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
-        launcher = ["torchrun", *where, "--nproc_per_node", env["LOCAL_WORLD_SIZE"]]
-    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*launcher, *(sys.argv if arguments is None else arguments)])}"
+        module = [] if launcher else ["-m"]
+        launcher = ["torchrun", *where, "--nproc_per_node", env["LOCAL_WORLD_SIZE"], *module]
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*launcher, *words, *arguments])}"
 
 
 def git_commit() -> str | None:
@@ -43,19 +47,25 @@ def git_changes() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """The output of a git command in this source tree; empty where there is no git, or no repository."""
+    """The output of a git command in this source tree; empty where there is no git, or no repository that has this file."""
     try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-            errors="replace",
-        )
+        for words in (
+            ["ls-files", "--error-unmatch", Path(__file__).name],
+            arguments,
+        ):  # not a repository around a virtualenv
+            done = subprocess.run(
+                ["git", *words],
+                cwd=Path(__file__).parent,
+                capture_output=True,
+                text=True,
+                check=False,
+                errors="replace",
+            )
+            if done.returncode:
+                return ""
     except FileNotFoundError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return done.stdout
 
 
 def _version(package: str) -> str | None:

@@ -1,9 +1,9 @@
-"""Folders that a program is going to write to, checked before hours of work, and JSON files that it reads."""
+"""Folders that a program is going to write to, checked before hours of work, JSON files that it reads, and files that come with the project."""
 
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -12,6 +12,30 @@ from typing import Any
 from opensora.utils.errors import UserError
 
 MAX_NESTING = 100  # lists and objects in one another
+PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = next(folder for folder in (PACKAGE / "_repository", PACKAGE.parent) if folder.is_dir())
+"""Where scripts/, tools/, configs/ and assets/ are: inside the package when it was installed from a wheel."""
+
+
+def shipped(path: str) -> str:
+    """A path in configs/ or assets/ that is not in the working directory, as that of the file or model which comes with the project.
+
+    Any other text is returned as it is, also the name of a whole folder such as `assets/clips`, where somebody may want to write.
+    """
+    name = Path(path)
+    if name.parts[:1] not in (("configs",), ("assets",)) or ".." in name.parts or name.exists():
+        return path
+    found = REPOSITORY / name
+    return str(found) if found.is_file() or (len(name.parts) > 2 and found.is_dir()) else path
+
+
+def shipped_values(value: Any) -> Any:
+    """The values of a config, with `shipped` applied to every string in them."""
+    if isinstance(value, Mapping):
+        return {key: shipped_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([shipped_values(item) for item in value])
+    return shipped(value) if isinstance(value, str) else value
 
 
 def make_writable(folder: str | Path, option: str) -> Path:

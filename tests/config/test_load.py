@@ -29,6 +29,7 @@ from opensora.config.upgrade import upgrade
 from opensora.registry import MODELS, SCHEDULERS, Registry
 from opensora.utils.dtype import DTYPES
 from opensora.utils.errors import UserError
+from opensora.utils.folders import REPOSITORY
 
 PARTS = Registry("part")
 DATA = Registry("dataset")
@@ -187,6 +188,43 @@ def test_a_missing_file_is_named_with_its_neighbour(write):
     path = write("", "other.py").replace("other", "16x256x25")
     with pytest.raises(UserError, match=r"16x256x25.py does not exist. Did you mean '16x256x256.py'"):
         parse_config(TrainConfig, REGISTRIES, [path])
+
+
+SHIPPED = "configs/quickstart/inference.py"
+
+
+def test_a_config_of_the_project_is_found_from_any_folder(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    cfg = parse_config(InferenceConfig, argv=[SHIPPED, "--save-dir", "assets/texts", "--lora", "assets/models/mine"])
+    for path in (cfg.prompt_path, cfg.model["from_pretrained"], cfg.vae["from_pretrained"]):
+        assert path == str(REPOSITORY / path)
+        assert Path(path).exists()
+    assert (cfg.save_dir, cfg.lora) == ("assets/texts", "assets/models/mine")
+    assert [record.getMessage().split(":")[1] for record in caplog.records] == [f" {SHIPPED} is not in {tmp_path}"]
+    assert config_from_dict(InferenceConfig, {**to_dict(cfg), "prompt_path": "assets/texts/quickstart.txt"}) == cfg
+
+
+def test_a_file_of_ones_own_comes_before_one_of_the_project(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / SHIPPED).parent.mkdir(parents=True)
+    (tmp_path / SHIPPED).write_text((REPOSITORY / SHIPPED).read_text())
+    (tmp_path / "assets/texts").mkdir(parents=True)
+    (tmp_path / "assets/texts/quickstart.txt").touch()
+    assert parse_config(InferenceConfig, argv=[SHIPPED]).prompt_path == "./assets/texts/quickstart.txt"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("configs/opensora/inference/16x256x25.py", "Did you mean 'configs/opensora/inference/16x256x256.py'?"),
+        ("held_out.py", "There are configs/quickstart/held_out.py."),
+    ],
+)
+def test_a_missing_file_is_named_with_those_of_the_project(name, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"{re.escape(name)} does not exist\. {re.escape(hint)}"):
+        parse_config(InferenceConfig, argv=[name])
 
 
 def test_a_config_that_is_no_regular_file_is_not_called_missing(tmp_path):

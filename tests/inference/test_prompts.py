@@ -27,6 +27,7 @@ from opensora.inference.prompts import (
     without_scores,
 )
 from opensora.utils.errors import UserError
+from opensora.utils.folders import REPOSITORY
 
 CONFIG = config_from_dict(
     InferenceConfig,
@@ -50,6 +51,13 @@ def test_text_file_skips_blanks_and_comments_and_reads_utf8(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeff# two lakes\r\n\r\n  a calm lake \r\n   \n平静的湖 🌅\n#c\na # inside".encode())
     assert load_prompts(None, file) == ["a calm lake", "平静的湖 🌅", "a # inside"]
+
+
+def test_references_of_the_project_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert files_of("assets/clips/white_dog.mp4; assets/clips/mine.mp4") == files_of(
+        [str(REPOSITORY / "assets/clips/white_dog.mp4"), "assets/clips/mine.mp4"]
+    )
 
 
 def test_csv_takes_column_text_verbatim(tmp_path):

@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from dataclasses import asdict, replace
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import numpy as np
 import pytest
 from torch import nn
 
-from opensora.config.load import changed_settings
+from opensora.config.load import TrainConfig, changed_settings, parse_config
 from opensora.config.schema import LoopConfig
 from opensora.datasets.buckets.bucket import Buckets
 from opensora.datasets.dataloader import build_sampler
@@ -34,6 +35,7 @@ from opensora.training.run import (
     make_run_folder,
     parameter_table,
     seek,
+    what_to_do_next,
 )
 from opensora.utils import environment as environment_module
 from opensora.utils.environment import git_changes
@@ -337,6 +339,18 @@ class TestRecord:
             "&& torchrun --nnodes 2 --nproc_per_node 8 scripts/train.py c.py"
         )
 
+    def test_of_the_console_command(self, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["opensora train", "c.py", "--load", "latest"])
+        assert environment_module.command_line().endswith("&& opensora train c.py --load latest")
+        cfg = parse_config(TrainConfig, argv=["configs/quickstart/train.py"])
+        assert "opensora train c.py --load run/step1" in what_to_do_next(cfg, "stopped", Path("run/step1"))
+        assert "to sample: opensora sample run/step1 " in what_to_do_next(cfg, "", Path("run/step1"))
+        for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "8")):
+            monkeypatch.setenv(name, value)
+        assert environment_module.command_line(["opensora train", "c.py"]).endswith(
+            "&& torchrun --standalone --nproc_per_node 8 -m opensora train c.py"
+        )
+
     def test_what_differs_from_the_commit_is_kept(self, tmp_path, monkeypatch):
         """In a repository of its own: the patch, applied to the commit, gives the changed files."""
         source = tmp_path / "source"
@@ -359,6 +373,11 @@ class TestRecord:
         assert (source / "data.bin").read_bytes() == bytes(range(255, -1, -1))
 
     def test_without_a_repository(self, tmp_path, monkeypatch):
+        """A virtualenv's package is in none, also where the virtualenv lies in one."""
+        git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(tmp_path)]
+        for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+            subprocess.run([*git, *arguments], check=True)
+        (tmp_path / "environment.py").touch()
         monkeypatch.setattr(environment_module, "__file__", str(tmp_path / "environment.py"))
         run = make_run_folder(str(tmp_path / "o"), None, "m", {})
         assert json.loads((run / "environment.json").read_text())["git_commit"] is None

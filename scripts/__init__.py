@@ -1,0 +1,1 @@
+"""The programs: train and sample denoisers and VAEs."""
