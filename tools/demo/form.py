@@ -5,6 +5,7 @@ prompt as JSON, where every prompt may have its settings: they are seen, they ca
 """
 
 import json
+import textwrap
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from opensora.inference.manifest import Finished
 from opensora.inference.prompts import PromptItem
 from opensora.registry import SCHEDULERS, PartError, build_module
 from opensora.utils.errors import UserError
+
+LONGEST_CAPTION = 100  # characters of a prompt in the gallery
 
 
 class FormValues(NamedTuple):
@@ -99,7 +102,7 @@ def caption(sample: Finished) -> str:
         f"seed {record['seed']}",
         *(["from an image"] if config.get("image") else []),
     ]
-    return f"{record['prompt']} ({', '.join(parts)})"
+    return f"{textwrap.shorten(record['prompt'], LONGEST_CAPTION, placeholder=' ...')} ({', '.join(parts)})"
 
 
 def label(sample: Finished) -> str:

@@ -78,12 +78,12 @@ def cut_prompts(text_encoder: Any, item: PromptItem) -> list[str]:
     """A sentence for each text of a prompt that is longer than what the text encoder reads."""
     if not isinstance(text_encoder, HFTextEncoder):
         return []
-    texts = [segment.text for segment in item.segments] + [item.negative_prompt or ""]
-    cuts = [text_encoder.cut(text_encoder.clean(text)) for text in texts]
+    texts = [("prompt", segment.text) for segment in item.segments] + [("negative prompt", item.negative_prompt or "")]
+    cuts = [(what, *text_encoder.cut(text_encoder.clean(text))) for what, text in texts]
     most = text_encoder.model_max_length
     return [
-        f"The prompt is too long: it has {count} tokens, and the text encoder reads {most}. Not read: “{unread}”"
-        for count, unread in cuts
+        f"The {what} is too long: the text encoder reads {most} of its {count} tokens. Cut off: “{unread}”"
+        for what, count, unread in cuts
         if count > most
     ]
 

@@ -114,18 +114,12 @@ def _inputs(studio: Studio, name: str, form: FormValues | None = None) -> dict[s
         "max_length": LONGEST_PROMPT,
     }
     inputs["image"] |= {"label": "First frame (optional)"}
-    labels = {
-        "height": "Height",
-        "width": "Width",
-        "num_frames": "Frames",
-        "steps": "Steps",
-        "guidance": "Guidance",
-    }
-    for field, label in labels.items():
+    labels = {"height": "Height", "width": "Width", "num_frames": "Frames", "steps": "Steps", "guidance": "Guidance"}
+    for field, text in labels.items():
         least, most, step = offer.ranges[field]
         known = [value for value in (values[field], getattr(first, field)) if value is not None]
         ends = {"minimum": min(least, *known), "maximum": max(most, *known)}
-        inputs[field] |= {"label": label, **ends, "step": step, "visible": ends["minimum"] < ends["maximum"]}
+        inputs[field] |= {"label": text, **ends, "step": step, "visible": ends["minimum"] < ends["maximum"]}
     inputs["num_frames"] |= {"info": "1 makes an image"} if offer.ranges["num_frames"].least == 1 else {}
     inputs["guidance"] |= {"info": "1 switches it off"}
     inputs["seed"] |= {"label": "Seed", "info": "empty: another one each time"}
