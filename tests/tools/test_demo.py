@@ -6,6 +6,7 @@ import http.server
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -49,8 +50,8 @@ def studio(tmp_path_factory):
     cwd = Path.cwd()
     os.chdir(ROOT)
     try:
-        cfg, _ = command.read_command(["--save-dir", str(folder), "--device", "cpu"])
-        yield Studio(cfg, folder)
+        cfgs, _ = command.read_command(["--save-dir", str(folder), "--device", "cpu"])
+        yield Studio(cfgs, folder)
     finally:
         os.chdir(cwd)
 
@@ -73,14 +74,14 @@ def started(studio, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def start(*arguments: str, **changes) -> Studio:
-        cfg, _ = command.read_command(["--device", "cpu", *arguments, "--save-dir", str(tmp_path / "made")])
-        cfg = dataclasses.replace(cfg, **changes)
+        cfgs, own = command.read_command(["--device", "cpu", *arguments, "--save-dir", str(tmp_path / "made")])
+        cfg = dataclasses.replace(cfgs[command.QUICKSTART], **changes)
         size = video_size(cfg, studio.pipeline.vae, studio.pipeline.model.patch_size)
         pipeline = copy.copy(studio.pipeline)
         pipeline._defaults, pipeline.seed = size, cfg.seed
         pipeline.scheduler = SCHEDULERS.build(cfg.scheduler)
         monkeypatch.setattr(VideoPipeline, "from_config", lambda _: pipeline)
-        return Studio(cfg, Path(cfg.save_dir))
+        return Studio({command.QUICKSTART: cfg}, Path(cfg.save_dir), own.examples)
 
     return start
 
@@ -218,11 +219,25 @@ def test_settings_that_the_form_replaces_do_not_stand_in_its_way(started, argume
         assert cfg.save_format == ("gif" if "gif" in arguments and form.num_frames > 1 else "mp4")
 
 
+STAGES = ["Encoding the prompt", "Computing the first step", "Step 1 of 3", "Step 2 of 3", "Step 3 of 3", "Decoding the video", "Done in"]  # fmt: skip
+
+
+def words_of(update) -> str:
+    """A status without times and names, which differ."""
+    return re.match(r"Done in|[^.,:]+", update.status)[0]
+
+
+def until_step(updates, number: int):
+    """The update of that step."""
+    return next(update for update in updates if update.status.startswith(f"Step {number} "))
+
+
 def test_steps_previews_and_a_sample_that_can_be_made_again(studio, form):
     updates = list(studio.make(form))
-    assert [u.step for u in updates] == [1, 2, 3, 3]
-    assert all(u.num_steps == 3 for u in updates)
-    assert all(u.preview.shape == (32, 48, 3) for u in updates[:3])
+    assert [words_of(update) for update in updates] == STAGES
+    steps = updates[2:5]
+    assert all(update.preview.shape == (32, 48, 3) for update in steps)
+    assert [round(3 * update.done) for update in steps] == [1, 2, 3]
     sample = updates[-1].sample
     assert probe(sample.path)[:3] == (4, 32, 48)
     assert studio.samples()[0].path == sample.path
@@ -284,13 +299,13 @@ def test_what_cannot_be_had_is_reported(studio, form, change, message):
 
 def test_cancel_ends_it_after_the_present_step(studio, form):
     updates = studio.make(form._replace(steps=200), owner="me")
-    next(updates)
+    until_step(updates, 1)
     studio.cancel("somebody else")
-    assert next(updates).step == 2
+    until_step(updates, 2)
     studio.cancel("me")
     with pytest.raises(Cancelled):
         list(updates)
-    assert len(list(studio.make(form))) == 4  # the next one works
+    assert list(studio.make(form))[-1].sample  # the next one works
 
 
 def test_a_page_that_is_closed_ends_it_too(studio, form):
@@ -342,7 +357,7 @@ def test_cancel_ends_the_wait_for_a_turn_and_requests_are_limited(studio, form, 
     assert isinstance(second.gets(1), Cancelled)
     until(lambda: len(studio._requests) == 1)  # its place is free, and the first goes on
     third = Visitor(studio, form, "third")
-    assert next(first).step > 1
+    until_step(first, 2)
     studio.cancel("first")
     assert isinstance(third.gets(), Finished)
 
@@ -439,14 +454,16 @@ def with_script_reference(record: dict, source: str) -> dict:
 
 
 def test_two_requests_wait_for_each_other(studio, form):
-    first = studio.make(form, owner="a")
-    assert next(first).step == 1
+    first = studio.make(form._replace(steps=40), owner="a")
+    until_step(first, 1)
     results = []
     other = threading.Thread(target=lambda: results.extend(studio.make(form._replace(seed=9), owner="b")))
     other.start()
-    assert [u.step for u in first] == [2, 3, 3]
+    until(lambda: results)
+    assert words_of(list(first)[-1]) == "Done in"
     other.join(60)
-    assert [u.step for u in results] == [1, 2, 3, 3]
+    assert results[0].status.startswith("Waiting: 1 before you. Now being made: Step ")
+    assert [words_of(update) for update in results if not update.status.startswith("Waiting")] == STAGES
 
 
 def test_a_preview_is_the_middle_frame_decoded_alone(studio):
@@ -462,13 +479,15 @@ def test_settings_that_the_demo_cannot_use(monkeypatch):
         command.read_command(["--num-sample", "2"])
     with pytest.raises(UserError, match="sample_name has no effect"):
         command.read_command(["--sample-name", "mine"])
-    cfg, own = command.read_command(["configs/quickstart/inference.py", "--port", "8001", "--seed", "3"])
+    cfgs, own = command.read_command(["configs/quickstart/inference.py", "--port", "8001", "--seed", "3"])
+    cfg = cfgs["configs/quickstart/inference.py"]
     assert (cfg.save_dir, cfg.seed, own.port, own.host) == ("outputs/demo", 3, 8001, "127.0.0.1")
 
 
 def test_the_config_may_stand_behind_a_flag_and_a_misspelt_one_is_named(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert command.read_command(["--seed", "3", "configs/quickstart/inference.py"])[0].seed == 3
+    (cfg,) = command.read_command(["--seed", "3", "configs/quickstart/inference.py"])[0].values()
+    assert cfg.seed == 3
     with pytest.raises(
         UserError, match=r"^--portt is not a field of InferenceConfig\. Did you mean '--port'\? --help lists all\.$"
     ):
@@ -505,17 +524,20 @@ def test_the_page_is_built_and_its_handlers_work(studio, form):
         session_hash = "abc"
 
     generate = page._generate(studio)
-    shown = list(generate(Session(), *form))
-    assert "Waiting" in shown[0][0]
-    assert "Step 1 of 3" in shown[1][0]
+    shown = list(generate(Session(), None, *form))
+    assert "Preparing" in shown[0][0]
+    assert "Step 1 of 3" in shown[3][0]
     assert "Done in" in shown[-1][0]
-    assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a-white-dog")
-    failed = list(generate(Session(), *form._replace(prompt="")))
+    assert shown[-1][5][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a-white-dog")
+    failed = list(generate(Session(), None, *form._replace(prompt="")))
     assert "prompt is empty" in failed[-1][0]
-    hostile = list(generate(Session(), *form._replace(height=33, prompt="<script>alert(1)</script>")))
+    hostile = list(generate(Session(), None, *form._replace(height=33, prompt="<script>alert(1)</script>")))
     assert "<script>" not in hostile[-1][0]
     again, record = page._again(studio), studio.samples()[0].record
-    assert again(record) == list(form_of(record))
+    name, about, examples, *inputs = again(record, studio.default)
+    assert (name, [each["value"] for each in inputs]) == (studio.default, list(form_of(record)))
+    assert "has learned 21 clips and nothing else" in about
+    assert ["big pink clouds above the trees"] in examples["samples"]
 
 
 def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(started, image):
@@ -525,18 +547,20 @@ def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(st
     demo = started("--image-size", "1096", "16", "--num-frames", "300", "--cfg-scale", "25", "--num-sampling-steps", "400",
                    "--negative-prompt", "blurry", "--image", str(image))  # fmt: skip
     with gradio.Blocks():
-        form = page._form(demo)
+        form = page._settings(demo)
     first = demo.first_form()
-    for field, component in zip(first._fields, form, strict=True):
+    for field, component in zip(first._fields[1:], form, strict=True):
         if field == "image":
             assert Path(component.value["path"]).read_bytes() == image.read_bytes()
         else:
             assert component.preprocess(component.value) == getattr(first, field), field
-    record = {"config": {"scheduler": {"type": "nobody's"}, "image": "gone.png"}, "prompt": "a", "image_size": [16, 16],
-              "num_frames": 1, "seed": 1}  # fmt: skip
-    filled = dict(zip(first._fields, page._again(demo)(record), strict=True))
-    assert (filled["prompt"], filled["image"]) == ("a", None)
-    assert filled["steps"] == filled["guidance"] == gradio.skip()
+    record = {"config": {"scheduler": {"type": "nobody's"}, "image": "gone.png", "model": {}}, "prompt": "a",
+              "image_size": [2000, 16], "num_frames": 1, "seed": 1}  # fmt: skip
+    _, _, _, *inputs = page._again(demo)(record, demo.default)
+    filled = dict(zip(first._fields, inputs, strict=True))
+    assert (filled["prompt"]["value"], filled["image"]["value"]) == ("a", None)
+    assert (filled["height"]["value"], filled["height"]["maximum"]) == (2000, 2000)
+    assert "value" not in filled["steps"] | filled["guidance"]
 
 
 class Tab:
@@ -578,20 +602,22 @@ def test_a_served_page_with_several_visitors(with_reference, slow_server, monkey
     try:
         slow, quick, gone, thief = (Tab(url, page, name) for name in ("slow", "quick", "gone", "thief"))
         first = demo.first_form()
-        slow.click("generate", *first)
+        slow.click("generate", None, *first)
         until(lambda: asked)
-        quick.click("generate", *first._replace(prompt="a cat"))
+        quick.click("generate", None, *first._replace(prompt="a cat"))
         assert "Done in" in list(quick.shown())[-1]
         slow.click("cancel", path="run/cancel")
         assert "Cancelled." in " ".join(slow.shown())
         allowed.set()
         until(lambda: not demo._requests)
-        gone.click("generate", *first._replace(prompt="a cat", steps=250))
+        gone.click("generate", None, *first._replace(prompt="a cat", steps=8, height=48, width=96))
         until(lambda: demo._line)
         gone.heartbeat.close()
         until(lambda: not demo._requests)
         thief.click(
-            "generate", *first._replace(image={"path": str(ROOT / "README.md"), "meta": {"_type": "gradio.FileData"}})
+            "generate",
+            None,
+            *first._replace(image={"path": str(ROOT / "README.md"), "meta": {"_type": "gradio.FileData"}}),
         )
         assert list(thief.shown()) == ["None"]
     finally:
@@ -646,15 +672,14 @@ class Browsing:
 
     def shot(self, name: str) -> None:
         """A screenshot, and what must hold in each: nothing is wider than the window, no video is cut."""
-        self.page.wait_for_timeout(500)  # animations
+        self.page.wait_for_timeout(1500)  # animations, and the videos of the gallery
         if SHOTS:
             self.page.screenshot(path=f"{SHOTS}/{self.name}-{name}.png", full_page=True)
         assert self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        cut = """Array.from(document.querySelectorAll('#sample video, #gallery video, #gallery img')).filter(v => {
-            const [inside, frame] = [v, v.closest('button, .block')].map(e => e.getBoundingClientRect());
-            return v.checkVisibility() && (inside.height > window.innerHeight || inside.height > frame.height + 1
-                || inside.width > frame.width + 1 || Math.abs(inside.width / inside.height - v.videoWidth / v.videoHeight) > 0.1
-                && getComputedStyle(v).objectFit != 'contain')}).length"""
+        cut = """Array.from(document.querySelectorAll('#sample video, #gallery .thumbnail-lg video')).filter(video => {
+            const [own, frame] = [video, video.closest('button, .block')].map(element => element.getBoundingClientRect());
+            return video.checkVisibility() && (getComputedStyle(video).objectFit != 'contain'
+                || own.height > window.innerHeight || own.height > frame.height + 1 || own.width > frame.width + 1)}).length"""
         assert self.page.evaluate(cut) == 0
 
     def set(self, field: str, value: int) -> None:

@@ -14,6 +14,7 @@ from opensora.config.upgrade import upgrade
 from opensora.inference.jobs import prompt_of
 from opensora.inference.manifest import Finished
 from opensora.inference.prompts import PromptItem
+from opensora.inference.sizes import frames_of
 from opensora.registry import SCHEDULERS, PartError, build_module
 from opensora.utils.errors import UserError
 
@@ -96,7 +97,7 @@ def caption(sample: Finished) -> str:
     height, width = record["image_size"]
     steps, guidance = steps_and_guidance(config["scheduler"])
     parts = [
-        f"{record['num_frames']} frames of {height}x{width}",
+        frames_of((record["num_frames"], height, width)),
         *([] if steps is None else [f"{steps} steps"]),
         *([] if guidance is None else [f"guidance {guidance:g}"]),
         f"seed {record['seed']}",

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     import gradio as gr
 
 TITLE = "opensora demo"
-# videos are whole at any width: of the sample at most two thirds of the window, in the gallery as high as they are
+# on a phone what is made stands under the button, before the settings; videos are seen whole at any width
 CSS = """
+#work { display: grid; grid-template: "ask result" auto "settings result" 1fr / 2fr 3fr; }
+#ask { grid-area: ask; } #settings_of_form { grid-area: settings; } #result { grid-area: result; }
+@media (max-width: 767px) { #work { grid-template: "ask" "result" "settings" / 100%; } }
 #sample video, #sample_image img { max-height: 66vh; object-fit: contain; }
-#gallery .grid-wrap { height: auto; max-height: 60vh; }
-#gallery .thumbnail-lg { aspect-ratio: auto; height: auto; }
-#gallery video, #gallery img { height: auto; width: 100%; object-fit: contain; }
+#gallery .grid-wrap { min-height: 0; max-height: 70vh; }
+#gallery .grid-container { grid-template-columns: repeat(auto-fill, minmax(min(100%, 240px), 1fr)) !important; }
+#gallery .thumbnail-lg { display: flex; flex-direction: column; height: 220px; aspect-ratio: auto; }
+#gallery .thumbnail-lg video, #gallery .thumbnail-lg img { flex: 1; min-height: 0; width: 100%; object-fit: contain; }
+#gallery .thumbnail-lg .caption-label { position: static; max-width: 100%; }
 .note { border-left: 4px solid #d97706; padding: 2px 10px; margin-top: 6px; overflow-wrap: anywhere; }
 """
 
@@ -33,27 +38,28 @@ def build_page(studio: Studio) -> "gr.Blocks":
         several = len(studio.models) > 1
         model = gr.Dropdown([*studio.models], value=studio.default, label="Model", visible=several, elem_id="model")
         about = gr.Markdown(_about(studio, studio.default), elem_id="about")
-        with gr.Row():
-            with gr.Column(scale=2):
+        with gr.Row(elem_id="work"):
+            with gr.Column(elem_id="ask"):
                 prompt = gr.Textbox(**_inputs(studio, studio.default)["prompt"])
                 examples = gr.Dataset(components=[prompt], **_examples(studio, studio.default))
                 with gr.Row():
-                    make = gr.Button("Generate", variant="primary", elem_id="generate")
-                    cancel = gr.Button("Cancel", variant="stop", elem_id="cancel")
-                form = [prompt, *_settings(studio)]
-                size_note = gr.HTML(elem_id="size_note")
-            with gr.Column(scale=3):
+                    make = gr.Button("Generate", variant="primary", min_width=100, elem_id="generate")
+                    cancel = gr.Button("Cancel", variant="stop", min_width=100, elem_id="cancel")
+            with gr.Column(elem_id="result"):
                 status = gr.HTML(_status("Ready."), elem_id="status")
                 notes = gr.HTML(elem_id="notes")
                 preview = gr.Image(
-                    label="Preview while it is made", interactive=False, height=190, buttons=[], elem_id="preview"
+                    label="Preview", height=190, visible=False, interactive=False, buttons=[], elem_id="preview"
                 )
                 video = gr.Video(label="Sample", autoplay=True, loop=True, interactive=False, elem_id="sample")
                 sample_image = gr.Image(label="Sample", visible=False, interactive=False, elem_id="sample_image")
+            with gr.Column(elem_id="settings_of_form"):
+                form = [prompt, *_settings(studio)]
+                size_note = gr.HTML(elem_id="size_note")
         gr.Markdown("### Made so far\nClick one to see its settings.")
         gallery = gr.Gallery(
             value=_gallery(studio),
-            columns={"xs": 1, "sm": 2, "md": 3, "lg": 4},
+            columns=4,
             height="auto",
             object_fit="contain",
             show_label=False,
@@ -61,12 +67,12 @@ def build_page(studio: Studio) -> "gr.Blocks":
         )
         with gr.Accordion("Settings of the chosen sample", open=False):
             again = gr.Button("Put these settings into the form")
-            settings = gr.Code(language="json", interactive=False, elem_id="settings")
+            settings = gr.Code(language="json", interactive=False, max_lines=24, elem_id="settings")
         chosen = gr.State(None)
 
         shown = [status, notes, preview, video, sample_image, gallery]
         # the studio lets them take turns, and ends them: a handler that waits in gradio's queue could not be told to
-        make.click(_generate(studio), [model, *form], shown, concurrency_limit=None)
+        make.click(_generate(studio), [model, *form], shown, concurrency_limit=None, show_progress="hidden")
         cancel.click(_cancel(studio), None, None, queue=False)
         page.unload(_cancel(studio))
         model.input(_choose_model(studio), [model], [about, examples, *form], queue=False)
@@ -151,15 +157,15 @@ def _generate(studio: Studio) -> Any:
     import gradio as gr
 
     def generate(request: gr.Request, name: str, *values: Any) -> Iterator[tuple[Any, ...]]:
-        yield _status(PREPARING), "", None, gr.skip(), gr.skip(), gr.skip()
-        unchanged = [gr.skip()] * 4
+        none = gr.update(value=None, visible=False)  # of the preview
+        yield _status(PREPARING), "", none, gr.skip(), gr.skip(), gr.skip()
         try:
             for update in studio.make(FormValues(*values), str(request.session_hash), name):
                 yield _shown(studio, update)
         except Cancelled:
-            yield _status("Cancelled."), "", None, *unchanged[1:]
+            yield _status("Cancelled."), "", none, gr.skip(), gr.skip(), gr.skip()
         except (UserError, PartError) as error:
-            yield _status(str(error), bad=True), "", None, *unchanged[1:]
+            yield _status(str(error), bad=True), "", none, gr.skip(), gr.skip(), gr.skip()
 
     return generate
 
@@ -169,14 +175,14 @@ def _shown(studio: Studio, update: Update) -> tuple[Any, ...]:
     import gradio as gr
 
     status, notes = _status(update.status, update.done), _notes(update.notes)
-    preview = gr.skip() if update.preview is None else update.preview
+    preview = gr.skip() if update.preview is None else gr.update(value=update.preview, visible=True)
     if update.sample is None:
         return status, notes, preview, gr.skip(), gr.skip(), gr.skip()
     path = str(update.sample.path)
     still = update.sample.path.suffix in (".png", ".gif")  # what a browser shows as an image
     video = gr.update(value=None if still else path, visible=not still)
     sample_image = gr.update(value=path if still else None, visible=still)
-    return status, notes, preview, video, sample_image, _gallery(studio)
+    return status, notes, gr.update(value=None, visible=False), video, sample_image, _gallery(studio)
 
 
 def _cancel(studio: Studio) -> Any:
@@ -240,6 +246,6 @@ def _notes(notes: Iterable[str]) -> str:
 
 def _status(text: str, done: float | None = None, *, bad: bool = False) -> str:
     """A line with a bar, or a message about what went wrong."""
-    bar = "" if done is None else f'<progress value="{done:.4f}" max="1" style="width: 100%"></progress>'
+    bar = "" if done is None else f'<progress value="{done:.4f}" max="1"></progress>'
     style = "color: #b00020; font-weight: 600; overflow-wrap: anywhere" if bad else ""
     return f'<div role="status" style="{style}">{html.escape(text)}</div>{bar}'
