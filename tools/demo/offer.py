@@ -123,15 +123,14 @@ def _size_ranges(
         for scale in LARGER
     )
     most = next((size for size in sizes if _fits(pipeline, size)), own)
-    legal = sorted({vae.legal_num_frames(n) for n in range(1, max(most[0], own[0]) + 1)})
-    legal = [n for n in legal if n <= max(most[0], own[0])]
+    legal = sorted({n for n in map(vae.legal_num_frames, range(1, most[0] + 1)) if n <= most[0]})
     gaps = {after - before for before, after in itertools.pairwise(legal)}
     ranges = {"num_frames": Range(legal[0], legal[-1], gaps.pop() if len(gaps) == 1 else 1)}
     for axis, name in ((1, "height"), (2, "width")):
         stride, patch = vae.strides[axis], pipeline.model.patch_size[axis]
         step = stride * patch if own[axis] % (stride * patch) == 0 else stride
         least = min(size[axis] for size in known) // SMALLER
-        ranges[name] = Range(max(least // step, 1) * step, max(most[axis] // step * step, own[axis]), step)
+        ranges[name] = Range(max(least // step, 1) * step, most[axis] // step * step, step)
     return ranges
 
 
