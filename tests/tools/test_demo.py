@@ -799,7 +799,7 @@ class Browsing:
 
     def __init__(self, page, url: str, name: str) -> None:
         self.page, self.name = page, name
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(180_000)
         page.goto(url)
         page.locator("#generate").wait_for()
 
@@ -834,13 +834,13 @@ def click_through(desktop: Browsing, phone: Browsing, other: Path) -> None:
         visitor.shot("empty")
     desktop.page.get_by_text("a grey rabbit sits in a dark burrow").first.click()
     desktop.page.wait_for_function("document.querySelector('#prompt textarea').value.startsWith('a grey rabbit')")
-    desktop.set("steps", 60)
+    desktop.set("steps", 80)
     desktop.click("#generate")
-    desktop.sees("#status", "of 60")
+    desktop.sees("#status", "of 80")
+    phone.page.locator("#prompt textarea").fill("a rabbit runs across a green meadow " + "and on and on " * 20)
     phone.click("#model input")
     phone.page.get_by_role("option", name=str(other)).click()
     phone.page.wait_for_function("document.querySelector('#height input[type=number]').value == '64'")
-    phone.page.locator("#prompt textarea").fill("a rabbit runs across a green meadow " + "and on and on " * 20)
     phone.set("steps", 4)
     phone.click("#generate")
     phone.sees("#status", "Waiting: 1 before you. Now being made: Step")
@@ -851,7 +851,7 @@ def click_through(desktop: Browsing, phone: Browsing, other: Path) -> None:
     desktop.page.wait_for_function("document.querySelector('#sample video')?.readyState >= 2")
     size = desktop.page.evaluate("(v => [v.videoWidth, v.videoHeight])(document.querySelector('#sample video'))")
     assert size == [160, 96]
-    desktop.sees("#gallery", "60 steps, guidance 1, seed 42")
+    desktop.sees("#gallery", "80 steps, guidance 1, seed 42")
     desktop.shot("done")
     phone.sees("#status", "Done in")
     phone.sees("#notes", "reads 48 of its")

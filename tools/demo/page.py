@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import gradio as gr
 
 TITLE = "opensora demo"
+KEPT = FormValues._fields.index("height")  # inputs before it stay when another model is chosen
 # on a phone what is made stands under the button, before the settings; videos are seen whole at any width
 CSS = """
 #work { display: grid; grid-template: "ask result" auto "settings result" 1fr / 2fr 3fr; }
@@ -25,6 +26,8 @@ CSS = """
 #gallery .thumbnail-lg { display: flex; flex-direction: column; height: 220px; aspect-ratio: auto; }
 #gallery .thumbnail-lg video, #gallery .thumbnail-lg img { flex: 1; min-height: 0; width: 100%; object-fit: contain; }
 #gallery .thumbnail-lg .caption-label { position: static; max-width: 100%; }
+.bar { margin-top: 6px; background: var(--border-color-primary); border-radius: 4px; }
+.bar div { height: 8px; background: var(--color-accent); border-radius: 4px; }
 .note { border-left: 4px solid #d97706; padding: 2px 10px; margin-top: 6px; overflow-wrap: anywhere; }
 """
 
@@ -75,7 +78,7 @@ def build_page(studio: Studio) -> "gr.Blocks":
         make.click(_generate(studio), [model, *form], shown, concurrency_limit=None, show_progress="hidden")
         cancel.click(_cancel(studio), None, None, queue=False)
         page.unload(_cancel(studio))
-        model.input(_choose_model(studio), [model], [about, examples, *form], queue=False)
+        model.input(_choose_model(studio), [model], [about, examples, *form[KEPT:]], queue=False)
         examples.click(lambda row: row[0], [examples], [prompt], queue=False, show_progress="hidden")
         height, width, num_frames = form[3:6]
         note = {"queue": False, "show_progress": "hidden", "trigger_mode": "always_last"}
@@ -138,11 +141,11 @@ def _examples(studio: Studio, name: str) -> dict[str, Any]:
 
 
 def _choose_model(studio: Studio) -> Any:
-    """The handler of the menu: the form of the model that was chosen."""
+    """The handler of the menu: the settings of the model that was chosen. Prompts and image stay, which the visitor may have given."""
     import gradio as gr
 
     def choose_model(name: str) -> list[Any]:
-        inputs = [gr.update(**each) for each in _inputs(studio, name).values()]
+        inputs = [gr.update(**each) for each in [*_inputs(studio, name).values()][KEPT:]]
         return [_about(studio, name), gr.update(**_examples(studio, name)), *inputs]
 
     return choose_model
@@ -246,6 +249,7 @@ def _notes(notes: Iterable[str]) -> str:
 
 def _status(text: str, done: float | None = None, *, bad: bool = False) -> str:
     """A line with a bar, or a message about what went wrong."""
-    bar = "" if done is None else f'<progress value="{done:.4f}" max="1"></progress>'
+    percent = None if done is None else f"{100 * done:.0f}"
+    bar = f'<div class="bar" role="progressbar" aria-valuenow="{percent}"><div style="width: {percent}%"></div></div>'
     style = "color: #b00020; font-weight: 600; overflow-wrap: anywhere" if bad else ""
-    return f'<div role="status" style="{style}">{html.escape(text)}</div>{bar}'
+    return f'<div role="status" style="{style}">{html.escape(text)}</div>{"" if done is None else bar}'
