@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TITLE = "opensora demo"
 KEPT = FormValues._fields.index("height")  # inputs before it stay when another model is chosen
+TWO_IN_A_ROW = 200  # pixels of an input: two on a desktop, one on a phone
 # on a phone what is made stands under the button, before the settings; videos are seen whole at any width
 CSS = """
 #work { display: grid; grid-template: "ask result" auto "settings result" 1fr / 2fr 3fr; }
@@ -22,6 +23,7 @@ CSS = """
 @media (max-width: 767px) { #work { grid-template: "ask" "result" "settings" / 100%; } }
 #sample video, #sample_image img { max-height: 66vh; object-fit: contain; }
 #gallery .grid-wrap { min-height: 0; max-height: 70vh; }
+#gallery:has(.preview) .grid-wrap { min-height: min(420px, 70vh); }
 #gallery .grid-container { grid-template-columns: repeat(auto-fill, minmax(min(100%, 240px), 1fr)) !important; }
 #gallery .thumbnail-lg { display: flex; flex-direction: column; height: 220px; aspect-ratio: auto; }
 #gallery .thumbnail-lg video, #gallery .thumbnail-lg img { flex: 1; min-height: 0; width: 100%; object-fit: contain; }
@@ -128,10 +130,11 @@ def _inputs(studio: Studio, name: str, form: FormValues | None = None) -> dict[s
         least, most, step = offer.ranges[field]
         known = [value for value in (values[field], getattr(first, field)) if value is not None]
         ends = {"minimum": min(least, *known), "maximum": max(most, *known)}
-        inputs[field] |= {"label": text, **ends, "step": step, "visible": ends["minimum"] < ends["maximum"]}
+        visible = ends["minimum"] < ends["maximum"]
+        inputs[field] |= {"label": text, **ends, "step": step, "visible": visible, "min_width": TWO_IN_A_ROW}
     inputs["num_frames"] |= {"info": "1 makes an image"} if offer.ranges["num_frames"].least == 1 else {}
     inputs["guidance"] |= {"info": "1 switches it off"}
-    inputs["seed"] |= {"label": "Seed", "info": "empty: another one each time"}
+    inputs["seed"] |= {"label": "Seed", "info": "empty: another one each time", "min_width": TWO_IN_A_ROW}
     return inputs
 
 
