@@ -80,15 +80,14 @@ def available_memory(device: torch.device) -> float:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device))
-    try:  # Linux, perhaps in a container
-        free = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        held = re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
-    except OSError:
+    values = {"/proc/meminfo": "MemAvailable", "/proc/self/status": "VmRSS"}
+    try:
+        kib = [re.findall(rf"{name}:\s+(\d+) kB", Path(file).read_text())[0] for file, name in values.items()]
+    except OSError:  # not Linux
         return math.inf
-    limit = Path("/sys/fs/cgroup/memory.max")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
     most = limit.read_text().strip() if limit.is_file() else "max"
-    kib = int(free[1]) + int(held[1]) if free and held else math.inf
-    return min(1024 * kib, math.inf if most == "max" else int(most))
+    return min(1024.0 * sum(map(int, kib)), math.inf if most == "max" else int(most))
 
 
 @contextmanager
