@@ -220,7 +220,7 @@ def _again(studio: Studio) -> Any:
     def again(record: dict[str, Any] | None, name: str) -> list[Any]:
         if record is None:
             return [gr.skip()] * (3 + len(FormValues._fields))
-        name, form = studio.model_of(record) or name, form_of(record)
+        name, form = studio.model_of(record, name), form_of(record)
         try:
             form = form._replace(image=None if form.image is None else studio.keep_image(form.image))
         except UserError as error:

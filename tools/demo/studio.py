@@ -136,9 +136,14 @@ class Studio:
             own.get("seed", model.cfg.seed),
         )
 
-    def model_of(self, record: Mapping[str, Any]) -> str | None:
-        """The name of the model that made a sample; None if it is none of these."""
-        return next((name for name, model in self.models.items() if model.cfg.model == record["config"]["model"]), None)
+    def model_of(self, record: Mapping[str, Any], name: str) -> str:
+        """The name of the model that made a sample; `name` if that did, or none of these."""
+
+        def parts(config: Mapping[str, Any]) -> str:
+            return json.dumps([config.get("model"), config.get("lora")], sort_keys=True)
+
+        made = [other for other, model in self.models.items() if parts(to_dict(model.cfg)) == parts(record["config"])]
+        return name if name in made or not made else made[0]
 
     def size_note(self, name: str | None, num_frames: float, height: float, width: float) -> str:
         """What to say of a size next to the form; "" where it is as in training."""
@@ -360,11 +365,10 @@ class _Request:
         self.last = Update(PREPARING)
         self.begin = 0.0  # of the steps
 
-    def report(self, status: str, **more: Any) -> None:
-        """Tell the visitor, unless nothing has changed."""
-        if (update := Update(status, notes=self.notes, **more)) != self.last:
-            self.last = update._replace(preview=None)
-            self.news.put(update)
+    def report(self, status: str, preview: np.ndarray | None = None, **more: Any) -> None:
+        """Tell the visitor."""
+        self.last = Update(status, notes=self.notes, **more)
+        self.news.put(self.last._replace(preview=preview))
 
     def phase(self, name: str) -> None:
         """What the pipeline is about to do."""
@@ -379,9 +383,8 @@ class _Request:
         preview = preview_of(self.vae, step.x_0) if due else None
         done = step.index + 1
         left = (time.perf_counter() - self.begin) / done * (step.num_steps - done)
-        self.report(
-            f"Step {done} of {step.num_steps}, about {left:.0f} s left.", done=done / step.num_steps, preview=preview
-        )
+        time_left = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+        self.report(f"Step {done} of {step.num_steps}, about {time_left} left.", preview, done=done / step.num_steps)
 
     def end(self) -> None:
         """Nobody waits for it any more."""
