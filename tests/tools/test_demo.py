@@ -536,7 +536,9 @@ def test_examples_are_those_of_a_file_or_the_commands_and_the_validations(studio
     assert examples_of(dataclasses.replace(cfg, prompt=None, prompt_path=None), [], None) == ["a cat", "a lake"]
     file = tmp_path / "mine.txt"
     file.write_text("# mine\na boat\n")
-    assert started("--examples", str(file)).models[demo.default].examples == ["a boat"]
+    mine = started("--examples", str(file), prompt_path=None)
+    assert mine.models[demo.default].examples == ["a boat"]
+    assert mine.first_form().prompt == "a boat"
 
 
 def test_references_of_an_example_may_be_used(started, image, tmp_path):

@@ -97,7 +97,7 @@ def _about(weights: str | None, trained: set[tuple[int, int, int]]) -> str:
     training, described = trained_config(weights), describe_checkpoint(weights) or {}
     table = training.get("data_path") or (training.get("dataset") or {}).get("data_path")
     facts = [
-        *([f"for {described['step']:,} steps"] if described.get("step") else []),
+        *([f"for {step:,} step{'s' if step > 1 else ''}"] if (step := described.get("step")) else []),
         *([f"on {Path(table).name}"] if table else []),
         *([f"with {' and '.join(map(frames_of, sorted(trained)))}"] if 0 < len(trained) < 3 else []),
         *([f"in {len(trained)} sizes"] if len(trained) > 2 else []),

@@ -121,12 +121,12 @@ class Studio:
         self._line: list[_Request] = []  # those that are ready; the first one has the pipeline
 
     def first_form(self, name: str | None = None) -> FormValues:
-        """What the form holds at first: the config's own settings, and those of its first prompt."""
+        """What the form holds at first: the config's own settings, and those of its first prompt, or else an example."""
         model = self.models[name or self.default]
         steps, guidance = steps_and_guidance(model.cfg.scheduler)
         own = model.first.overrides
         return FormValues(
-            prompt_of_item(model.first),
+            prompt_of_item(model.first) or next(iter(model.examples), ""),
             model.first.negative_prompt or "",
             model.image,
             *model.size.image_size,
