@@ -2,8 +2,10 @@
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,8 +65,7 @@ def warn_if_short(
     if pipeline.device.type != "cuda" or calls_parts(pipeline.scheduler):  # parts: no call stands for a step
         return
     needed = int(MARGIN * estimate(pipeline, batch, num_frames, image_size, guidance_scale))
-    free, _ = torch.cuda.mem_get_info(pipeline.device)
-    available = free + torch.cuda.memory_reserved(pipeline.device)  # the weights that are there are a part of the need
+    available = available_memory(pipeline.device)
     if needed > available:
         logger.warning(
             "this run needs about %.1f GiB, and %.1f GiB are available; it may run out of memory. %s",
@@ -72,6 +73,21 @@ def warn_if_short(
             available / GIB,
             advice(pipeline, batch),
         )
+
+
+def available_memory(device: torch.device) -> float:
+    """Bytes for weights and work: what is free, and what this process holds already; infinity where it cannot be known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device))
+    values = {"/proc/meminfo": "MemAvailable", "/proc/self/status": "VmRSS"}
+    try:
+        kib = [re.findall(rf"{name}:\s+(\d+) kB", Path(file).read_text())[0] for file, name in values.items()]
+    except OSError:  # not Linux
+        return math.inf
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    most = limit.read_text().strip() if limit.is_file() else "max"
+    return min(1024.0 * sum(map(int, kib)), math.inf if most == "max" else int(most))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from opensora.utils.seed import generator, randn_like
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[SamplingStep], object]
+OnPhase = Callable[[Literal["text", "denoising", "decoding"]], object]
 Cond = dict[str, Tensor]  # conditions of the denoiser by name
 MOTION_FLOW = 5.0  # default of NOVA's pipelines
 
@@ -299,13 +300,20 @@ class VideoPipeline:
 
     @torch.no_grad()
     def sample(
-        self, request: Request, *, progress: bool = False, on_step: OnStep | None = None, decode: bool = True
+        self,
+        request: Request,
+        *,
+        progress: bool = False,
+        on_step: OnStep | None = None,
+        on_phase: OnPhase = lambda phase: None,
+        decode: bool = True,
     ) -> Samples:
         """Sample one video for each item of a request.
 
         Args:
             request: what to make.
             progress, on_step: see `__call__`.
+            on_phase: called when the text is about to be encoded, and when a segment is about to be denoised or decoded.
             decode: False leaves the latents as they are, for processes whose leader decodes.
 
         Raises:
@@ -326,7 +334,8 @@ class VideoPipeline:
         size = (len(request.items), request.num_frames, request.image_size)
         with _evaluating(self.model, self.vae, self.text_encoder), oom_report(self, *size):
             warn_if_short(self, *size, request.guidance_scale)
-            segments = self._segments(request, latent_size, shared, progress=progress, on_step=on_step, decode=decode)
+            calls: Any = {"progress": progress, "on_step": on_step, "on_phase": on_phase}
+            segments = self._segments(request, latent_size, shared, **calls, decode=decode)
             latents, videos = zip(*segments, strict=True)
         if not decode:
             return Samples(None, list(latents))
@@ -342,9 +351,11 @@ class VideoPipeline:
         *,
         progress: bool,
         on_step: OnStep | None,
+        on_phase: OnPhase,
         decode: bool,
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The latents of each segment, and those of its frames that are new, if they are decoded."""
+        on_phase("text")
         conds = self._conditions(request, progress=progress)
         references = self._references(request)
         conditions = [start.conditions for start in request.starts]
@@ -360,12 +371,14 @@ class VideoPipeline:
             if taken is not None:
                 z, mask = begin_with(taken, z, mask, request.condition_frame_edit)
             scale = request.guidance_scale
+            on_phase("denoising")
             with self.place.using("model"):
                 z = self._denoised(z, mask, *conds[loop], scale, generators, progress=progress, on_step=on_step)
             self._check_finite(z, "latents", request, loop)
             ahead = shared if loop + 1 < request.loop else None
             video = None
             if decode or (ahead is not None and not ahead.keeps_latents):
+                on_phase("decoding")
                 with self.place.using("vae"):  # one at a time, for pixels take far more memory than latents
                     shown = progress_bar(z, desc="decoding", unit="video", disable=not progress)
                     rows = [self.vae.decode(one[None], request.num_frames).float().cpu() for one in shown]

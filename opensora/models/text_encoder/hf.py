@@ -129,6 +129,18 @@ class HFTextEncoder(nn.Module):
         y = F.pad(hidden.float(), (0, 0, 0, behind))[:, None]  # [B, 1, L, D]
         return TextCondition(y, F.pad(tokens["attention_mask"].bool(), (0, behind)))
 
+    def cut(self, text: str) -> tuple[int, str]:
+        """The number of tokens of a cleaned caption, and its end that does not fit in `model_max_length`; "" if all does."""
+        most = self.model_max_length
+        ids = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        if len(ids) <= most:
+            return len(ids), ""
+        if not self.tokenizer.is_fast:  # no offsets
+            kept = most - self.tokenizer.num_special_tokens_to_add()
+            return len(ids), self.tokenizer.decode(ids[kept:], skip_special_tokens=True)
+        read = self.tokenizer(text, max_length=most, truncation=True, return_offsets_mapping=True)["offset_mapping"]
+        return len(ids), text[max(end for _, end in read) :].strip()
+
     def unload(self) -> None:
         """Free the weights now; the next `encode` reads them again."""
         if self.sharded:
@@ -220,11 +232,11 @@ class HFTextEncoder(nn.Module):
         length = tokens["input_ids"].shape[1]
         if length == most and not self._warned_of_a_cut:
             for row in tokens["attention_mask"].all(dim=1).nonzero().flatten().tolist():
-                count = len(self.tokenizer(texts[row], truncation=False, verbose=False)["input_ids"])
+                count, unread = self.cut(texts[row])
                 if count > most:
                     warnings.warn(
-                        f"a caption of {count} tokens is cut to model_max_length={most}: {texts[row][:60]!r}... "
-                        "(reported once)",
+                        f"a caption of {count} tokens is cut to model_max_length={most}: {texts[row][:60]!r}..., without "
+                        f"{unread[:60]!r} (reported once)",
                         stacklevel=4,  # who calls `encode`, which is decorated
                     )
                     self._warned_of_a_cut = True

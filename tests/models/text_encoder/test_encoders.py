@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertModel,
+    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     GPT2Config,
@@ -173,11 +174,27 @@ def test_padding_and_batch_change_no_real_token(t5_folder):
 
 def test_a_cut_caption_is_reported_once(t5_folder):
     encoder = T5Encoder(t5_folder, model_max_length=6)
-    with pytest.warns(UserWarning, match="is cut to model_max_length=6"):
+    count, unread = encoder.cut(encoder.clean(TEXTS[0]))
+    with pytest.warns(UserWarning, match=f"of {count} tokens is cut to model_max_length=6: .* without '{unread[:60]}"):
         assert encoder.encode(TEXTS).mask[0].all()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         encoder.encode(TEXTS)
+
+
+def test_what_is_cut_off_a_caption_is_what_it_is_encoded_without(t5_folder):
+    encoder = T5Encoder(t5_folder, model_max_length=6)
+    text = encoder.clean(TEXTS[0])
+    count, unread = encoder.cut(text)
+    assert count > 6
+    assert text.endswith(unread)
+    read = text.removesuffix(unread).strip()
+    assert encoder.cut(read) == (6, "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_close(encoder.encode([TEXTS[0]]), encoder.encode([read]))
+    encoder.tokenizer = ByT5Tokenizer()  # without offsets
+    assert encoder.cut("a lake at dawn") == (15, "e at dawn")
 
 
 def test_it_is_frozen_and_stays_in_eval_mode(t5_folder):
