@@ -3,7 +3,7 @@
     python -m tools.convert INPUT OUTPUT --model "PixArt-XL/2" --to diffusers
     python -m tools.convert INPUT OUTPUT.safetensors --model "STDiT-XL/2" --to safetensors --dtype fp16
 
-INPUT is what a config's `from_pretrained` takes: a file, a folder or a hub id (docs/weights.md). It must fit the named
+INPUT is what a config's `from_pretrained` takes: a file, a folder or a hub id (docs/how-to/weights.md). It must fit the named
 model exactly, whose arguments can be changed with `--set depth=12 caption_channels=768`; what it lacks by nature, such as
 the temporal attention of a PixArt file, is listed and has its initial value; but a table of "no text" that the input lacks
 is written as zeros, which are read as none. `--to diffusers` writes a folder with
