@@ -14,18 +14,11 @@ from opensora.config.resolve import Draft
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# `opensora NAME` is the same as
-SUBCOMMANDS = {
-    "train": "scripts/train.py",
-    "sample": "scripts/inference.py",
-    "finetune": "tools.finetune",
-    "doctor": "tools.datasets.doctor",
-    "demo": "tools.demo",
-}
 # what stands for CONFIG and the like
 CONFIGS = {
     "scripts/train_vae.py": "configs/vae/train/video-small.py",
     "scripts/inference.py": "configs/opensora/inference/16x256x256.py",
+    "opensora sample": "configs/opensora/inference/16x256x256.py",
     "scripts/inference_vae.py": "configs/vae/inference/video.py",
     "assets.build.start_vae": "configs/vae/train/video-small.py",
 }
@@ -49,7 +42,7 @@ def commands(page: Path) -> list[Command]:
     """Those in shell blocks, and those in code spans that begin with `python`, `torchrun` or `opensora`."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^ *```(?:bash|sh|shell)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if "git checkout" not in line]
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines += re.findall(r"`((?:python|torchrun|opensora) [^`]+)`", prose.replace("\n", " "))
     return [found for line in lines for part in re.split(r" (?:&&|\|) ", line) if (found := command(part)) is not None]
@@ -61,10 +54,10 @@ def command(line: str) -> Command | None:
         words = shlex.split(line, comments=True)
     except ValueError:  # half of a loop, or of a text over several lines
         return None
-    words = [word.strip("[]") for word in words if word != "..." and words[:2] != ["git", "checkout"]]
+    words = [word.strip("[]") for word in words if word != "..."]
     for i, word in enumerate(words):
-        if word == "opensora" and i == 0 and len(words) > 1 and not words[1].startswith("-"):
-            return Command(SUBCOMMANDS[words[1]], words[2:], line)  # a KeyError: there is no such command
+        if word == "opensora" and i == 0:
+            return Command(word, words[1:], line)
         if word == "-m" and words[i + 1 :]:
             return None if words[i + 1] in ELSEWHERE else Command(words[i + 1], words[i + 2 :], line)
         if word.endswith(".py") and any(re.search(r"python|torchrun", before) for before in words[:i]):
@@ -74,6 +67,7 @@ def command(line: str) -> Command | None:
 
 def placeholders(argv: list[str], program: str) -> list[str]:
     """With files of the repository for CONFIG, a checkpoint's folder, and configs of a clone of Open-Sora; numbers for N."""
+    program = " ".join([program, *argv[:1]]) if program == "opensora" else program
     config = CONFIGS.get(program, "configs/opensora/train/16x256x256.py")
     meant = {r"Open-Sora/(configs/\S+)": r"\1", f"(?:{CONFIG_NAMES})": config, "N": "8"}
     for name, value in meant.items():
