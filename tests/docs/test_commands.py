@@ -23,7 +23,9 @@ CONFIGS = {
     "assets.build.start_vae": "configs/vae/train/video-small.py",
 }
 # what a command in a sentence, or one for a CONFIG of the reader's, may leave out
-LEFT_OUT = r"no config file given;.*|data_path is not set: .*|.*the following arguments are required: .*|--check: DIR has .*"
+LEFT_OUT = (
+    r"no config file given;.*|data_path is not set: .*|.*the following arguments are required: .*|--check: DIR has .*"
+)
 CONFIG_NAMES = r"(?:TRAIN_)?CONFIG|outputs/\S*step\d+|/path/to/\S+|\S*nova\.yml"
 ELSEWHERE = {"pytest", "venv", "http.server"}  # modules that are not this project's
 
@@ -93,12 +95,15 @@ def stops_when_parsed(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stops_when_parsed", "forget_own_parts")
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", filter(commands, PAGES), ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.filterwarnings("ignore")
 def test_commands_can_be_read(page, monkeypatch, capsys):
     wrong = []
     for program, argv, text in commands(page):
-        if {"--deepspeed", "NAME", "PROGRAM"} & {program, *argv}:  # the first is in tests/scripts/test_train_nova_guide.py
+        if {"--deepspeed", "NAME", "PROGRAM"} & {
+            program,
+            *argv,
+        }:  # tests/scripts/test_train_nova_guide.py has the first
             continue
         monkeypatch.setattr(sys, "argv", [program, *placeholders(argv, program)])
         capsys.readouterr()

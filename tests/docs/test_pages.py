@@ -18,7 +18,9 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them; the site's are the same."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).replace(" ", "-") for heading in headings
+    }
 
 
 def test_anchors_lead_to_headings():
@@ -32,7 +34,7 @@ def test_anchors_lead_to_headings():
 
 
 def test_pages_that_code_and_configs_name_exist():
-    command = ["git", "-c", "safe.directory=*", "grep", "-Ino", r"docs/[a-zA-Z0-9_/-]*\.md", "--", ".", ":!CHANGELOG.md"]
+    command = ["git", "-c", "safe.directory=*", "grep", "-Ino", r"docs/[a-zA-Z0-9_/-]*\.md", "--", ":!CHANGELOG.md"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):

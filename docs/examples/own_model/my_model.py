@@ -24,7 +24,7 @@ class MeanTextDiT(Denoiser):
     """A factorised DiT with one vector per caption; `common`: see `Denoiser`."""
 
     def __init__(self, *, caption_channels: int = 384, model_max_length: int = 48, **common: Any) -> None:
-        super().__init__(**common)  # in_channels, hidden_size, depth, num_heads, patch_size, ...; x_embedder, t_embedder
+        super().__init__(**common)  # in_channels, hidden_size, depth, num_heads, ...; x_embedder, t_embedder
         dim, axes = self.hidden_size, ("space", "time")
         self.y_embedder = CaptionEmbedder(caption_channels, dim, model_max_length)
         self.blocks = nn.ModuleList(
