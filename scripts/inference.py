@@ -1,7 +1,7 @@
 """Sample videos: `python scripts/inference.py CONFIG [--ckpt-path W] [--prompt "..."]`, or the same under torchrun.
 
 Processes of torchrun share the prompts among them, or with `--sp-size` and `--cfg-parallel` the work on each video; each
-video is what a single process would make. docs/inference.md describes prompts, references, sizes, memory and speed.
+video is what a single process would make. docs/how-to/inference.md describes prompts, references, sizes, memory and speed.
 
 Frame rates: `fps` conditions the model; the file gets `save_fps`, or else `fps / frame_interval`, as an exact
 fraction. Names: see `opensora.inference.output.sample_file_name`; numbers count from the start of the prompt list,

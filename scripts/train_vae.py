@@ -1,6 +1,6 @@
 """Train a VAE on images or video: `python scripts/train_vae.py CONFIG [--field value ...]`, or the same under torchrun.
 
-Ends with `<run>/vae`: the EMA weights with measured latent statistics, in diffusers' format. docs/vae-training.md
+Ends with `<run>/vae`: the EMA weights with measured latent statistics, in diffusers' format. docs/how-to/vae-training.md
 says how to set it up.
 """
 

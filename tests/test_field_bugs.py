@@ -1,4 +1,4 @@
-"""docs/field-bugs.md tells the truth; and the bugs of that list that have no better place for their test."""
+"""tests/field_bugs.md tells the truth; and the bugs of that list that have no better place for their test."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from opensora.training.batch_encoder import drop_text
 from opensora.utils.seed import generators
 
 ROOT = Path(__file__).resolve().parent.parent
-DOC = (ROOT / "docs" / "field-bugs.md").read_text(encoding="utf-8")
+DOC = (ROOT / "tests" / "field_bugs.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", DOC)))
 
 

@@ -207,6 +207,6 @@ def test_two_gpus_train_as_one(what, expected):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     if what is theirs and importlib.util.find_spec("colossalai") is None:
-        pytest.skip("needs ColossalAI: docs/acceleration.md says how to install it")
+        pytest.skip("needs ColossalAI: docs/how-to/speed.md says how to install it")
     context = torch.multiprocessing.spawn(run_rank, args=(2, expected, what), nprocs=2, join=False)
     join_ranks(context, what.__name__, TIMEOUT_S)

@@ -44,7 +44,7 @@ def test_layouts_train_as_one_process(case, request):
     if torch.cuda.device_count() < case.size:
         pytest.skip(f"needs {case.size} GPUs")
     if case.kind == "colossalai" and importlib.util.find_spec("colossalai") is None:
-        pytest.skip("needs ColossalAI: docs/acceleration.md says how to install it")
+        pytest.skip("needs ColossalAI: docs/how-to/speed.md says how to install it")
     folder = request.getfixturevalue("folder")  # after the skips: it takes a GPU
     context = torch.multiprocessing.spawn(run_rank, (case, folder, "cuda"), nprocs=case.size, join=False)
     join_ranks(context, str(case), TIMEOUT_S)

@@ -57,7 +57,7 @@ CASES = ["exact", "short_formats", *(f"compiled:{name}" for name in COMPILED), *
 @pytest.mark.parametrize("case", CASES)
 def test_two_gpus_equal_one(case, tmp_path):
     if case == "engine:zero2-seq" and importlib.util.find_spec("colossalai") is None:
-        pytest.skip("needs ColossalAI: docs/acceleration.md says how to install it")
+        pytest.skip("needs ColossalAI: docs/how-to/speed.md says how to install it")
     rendezvous = tmp_path / "rendezvous"
     arguments = (case, rendezvous.as_uri(), "cuda")
     context = torch.multiprocessing.spawn(run_rank, arguments, nprocs=2, join=False)

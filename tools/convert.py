@@ -4,7 +4,7 @@
     python -m tools.convert CHECKPOINT FOLDER                               # of diffusers
     python -m tools.convert PixArt-XL-2-512x512.pth FOLDER --model "PixArt-XL/2" --to diffusers
 
-INPUT is what a config's `from_pretrained` takes: a file, a folder or a hub id (docs/weights.md), or the folder of a run, whose
+INPUT is what a config's `from_pretrained` takes: a file, a folder or a hub id (docs/how-to/weights.md), or the folder of a run, whose
 newest checkpoint is taken. Checkpoints and files of ours state their model and its arguments; for others, name it with --model.
 It must fit the input exactly. Arguments are changed with `--set depth=12 caption_channels=768`; the channels, and the length of
 the table of "no text", are the input's. What the input lacks by nature, such as

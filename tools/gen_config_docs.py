@@ -157,7 +157,7 @@ CONFIGS_HEAD = """# Configs
 
 The task of each config, the weights it starts from (`--ckpt-path`), the hardware it is set for (memory as `python -m tools.estimate CONFIG` estimates it)
 and its command. `_base_` holds
-what several of them share. How to write one: [structure](../docs/structure.md); every field: [config](../docs/config.md).
+what several of them share. How to write one: [writing a config](../docs/how-to/configs.md); every field: [config](../docs/config.md).
 """
 
 

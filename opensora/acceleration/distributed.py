@@ -75,7 +75,7 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         raise UserError(  # each would train a whole run of its own
             f"srun has started {tasks} processes that do not know of each other. Start them with torchrun, or export MASTER_ADDR, "
             "MASTER_PORT and WORLD_SIZE=$SLURM_NTASKS, and in each RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and "
-            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE: docs/multi-node.md."
+            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE: docs/how-to/multi-node.md."
         )
     use_cuda = device != "cpu" and torch.cuda.is_available()
     own = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
@@ -95,7 +95,7 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
 
 def prefer_expandable_segments() -> None:
     """Ask for expandable memory segments before a GPU is used: fragmentation took up to 8 % of an 80 GB card without
-    (docs/benchmarks/goals.md)."""
+    (docs/explanation/benchmarks/goals.md)."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the newer name
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 

@@ -6,7 +6,7 @@
     latents = optix.sliced_vae(vae, pixels, use_autocast=True, nhwc=True)
 
 It works on our models and on diffusers', for a plain optimizer and a loop of one's own: hence its own ZeRO stage 1 and EMA. Keywords and
-defaults are those of Optix's README; docs/optix.md lists what differs from its code.
+defaults are those of Optix's README; docs/how-to/optix.md lists what differs from its code.
 """
 
 import logging
@@ -63,7 +63,7 @@ def compile(
         model: a denoiser of ours or of diffusers, on its device; changed in place.
         vae: is frozen, in fp32, on the model's device.
         config: an object or mapping with values of the keywords, and others; what it lacks has its default.
-        options: the keywords, which win over `config`; see docs/optix.md.
+        options: the keywords, which win over `config`; see docs/how-to/optix.md.
 
     Returns:
         The model (wrapped, with several processes), the VAE, the optimizer, and the EMA or None.

@@ -187,7 +187,7 @@ def checksum(path: Path) -> int:
 class SavedTensors(Mapping[str, Tensor]):
     """The tensors of a set of files of `write_tensors`, read when they are asked for.
 
-    A tensor that lies in one piece is mapped from its file, so copy it if it is to outlive the file.
+    A tensor that is contiguous in its file is mapped from it, so copy it if it is to outlive the file.
 
     Args:
         files: all files of the set.

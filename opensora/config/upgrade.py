@@ -2,7 +2,7 @@
 
 `upgrade` is applied to whatever becomes a config: files, command lines, and the configs in checkpoints and sidecars, so the
 rest of the project sees the current spelling alone. `translate` reads files of Open-Sora 1.0 to 1.2, whose keys are listed in
-docs/from-open-sora.md. NOVA's YACS configs and DeepSpeed's JSON files are read in `yacs.py`.
+docs/how-to/from-open-sora.md. NOVA's YACS configs and DeepSpeed's JSON files are read in `yacs.py`.
 """
 
 from collections.abc import Mapping
@@ -199,7 +199,7 @@ DROPPED: Mapping[str, tuple[tuple[str, str], ...]] = {
          "model_max_length text_encoder_output_dim text_encoder_model_max_length dataset.dummy_text_feature", NOTHING),
         ("base base_step_time", "--base or --base-seconds of `python -m tools.search_batch_size CONFIG OUT.py --goal even`"),
         ("load_video_features load_text_features save_text_features save_compressed_text_features bin_size",
-         "`python -m tools.cache_features` stores features, text uncompressed; docs/caches.md says how to train on them"),
+         "`python -m tools.cache_features` stores features, text uncompressed; docs/how-to/caches.md says how to train on them"),
     ),
     "VAETrainConfig": (
         ("grad_checkpoint lecam_loss_weight gradient_penalty_loss_weight use_real_rec_loss vae.cal_loss", NOTHING),

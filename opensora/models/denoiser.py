@@ -38,7 +38,7 @@ class Denoiser(nn.Module, ABC):
         patch_size: latent frames, rows and columns in one token.
         class_dropout_prob: how often training drops the caption or class.
         no_temporal_pos_emb: leave out temporal positions (frames are then a set).
-        from_pretrained: weights to start from, see docs/weights.md.
+        from_pretrained: weights to start from, see docs/how-to/weights.md.
         enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
         enable_layernorm_kernel: apex's fused LayerNorm if installed.
         input_size: accepted from older configs, without effect: positions follow the input.

@@ -26,7 +26,7 @@ class Card(NamedTuple):
     fp32: float
 
 
-# Sheets give rates with sparsity, or both; these are the halves. docs/training-log.md names the sheet of each.
+# Sheets give rates with sparsity, or both; these are the halves. docs/reference/log.md names the sheet of each.
 CARDS = {
     "GB200": Card(2500, 1250, 80),
     "B200": Card(2250, 1125, 75),

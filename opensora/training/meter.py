@@ -1,7 +1,7 @@
 """What a training run measures of itself: loss, speed, waiting for data, MFU, memory, and the same by bucket.
 
 Only `read`, once for a line of the log, waits for the device: losses stay there until then, GPUs are timed by events, and
-all processes exchange their figures at once. docs/training-log.md explains each figure.
+all processes exchange their figures at once. docs/reference/log.md explains each figure.
 """
 
 import time

@@ -1,7 +1,7 @@
 """The log of a run: lines in `log.txt` and on the terminal, numbers in `metrics.jsonl`, TensorBoard and, if asked, W&B.
 
 Only the main process writes; a `RunLog` made elsewhere accepts everything and writes nothing. A run that resumes in its
-folder continues its log: entries after the checkpoint are removed, since those steps are taken again. docs/training-log.md explains the entries.
+folder continues its log: entries after the checkpoint are removed, since those steps are taken again. docs/reference/log.md explains the entries.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Engine x sequence parallelism x activation checkpointing x accumulation x dtype: each trains as ddp alone does.
 
-The table in docs/acceleration.md is about this file. By default a part of all combinations, in which every two values of
+The table in docs/how-to/engines.md is about this file. By default a part of all combinations, in which every two values of
 different columns meet; a slow test runs all of them in fp32, another the part on four processes.
 """
 

@@ -1,4 +1,4 @@
-"""Every row of docs/from-open-sora.md: the old key, flag or program is accepted and means what the row says."""
+"""Every row of docs/how-to/from-open-sora.md: the old key, flag or program is accepted and means what the row says."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ BASES = {
 
 def rows(title: str) -> list[tuple[str, ...]]:
     """The cells of a section's table, without the remarks."""
-    section = (ROOT / "docs/from-open-sora.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/how-to/from-open-sora.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [tuple(cell.strip().strip("`") for cell in line.split("|")[1:-2]) for line in lines]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from opensora.training.lora import target_names
+
 FOLDER = Path(__file__).parents[2] / "docs" / "examples"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("train_*.py"))
 
@@ -24,6 +26,17 @@ def test_an_example_is_a_program(run_script):
     done = run_script(f"docs/examples/{EXAMPLES[0]}", "--toy")
     assert done.code == 0, done.stderr
     check(done.stdout)
+
+
+@pytest.mark.usefixtures("forget_own_parts")
+def test_the_model_of_the_tutorial(monkeypatch):
+    """Its page's last block: a batch of two equals two batches of one. Its layers are those that LoRA finds."""
+    monkeypatch.chdir(FOLDER.parents[1])
+    page = (FOLDER.parent / "get-started/own-model.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(page.split("```python\n")[-1].split("```")[0], names)
+    assert names["both"].abs().mean() > 0.01
+    assert len(target_names(names["model"], "attention")) == 4
 
 
 def check(printed: str) -> None:

@@ -26,7 +26,7 @@ def pipeline(cfg):
 
 @pytest.mark.slow
 def test_the_lines_of_the_docs_do_what_they_say(cfg, tmp_path, monkeypatch, repo_root):
-    text = (repo_root / "docs" / "inference.md").read_text(encoding="utf-8").partition("## From Python")[2]
+    text = (repo_root / "docs" / "how-to" / "inference.md").read_text(encoding="utf-8").partition("## From Python")[2]
     lines = text.split("```python\n")[1].split("```")[0]
     assert len([line for line in lines.splitlines() if line]) == 4
     monkeypatch.chdir(repo_root)

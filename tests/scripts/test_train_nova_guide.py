@@ -1,4 +1,4 @@
-"""docs/nova.md's commands of training, one after the other at toy size: each works with what the one before it left."""
+"""docs/how-to/nova.md's commands of training, one after the other at toy size: each works with what the one before it left."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ SMALL = (
 
 def commands() -> list[list[str]]:
     """Those of the section on training that name a config."""
-    section = (ROOT / "docs" / "nova.md").read_text().partition("\n## Training\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "how-to" / "nova.md").read_text().partition("\n## Training\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line)[1:] for line in lines if "configs/" in line]

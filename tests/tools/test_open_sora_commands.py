@@ -1,4 +1,4 @@
-"""Commands, options and columns of Open-Sora's tools are here, or docs/data-processing.md says why not."""
+"""Commands, options and columns of Open-Sora's tools are here, or docs/how-to/data-processing.md says why not."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ from tools.scene_cut.scorers import SceneDetect
 from tools.scoring.registry import all_columns, scorer
 
 ROOT = Path(__file__).parents[2]
-DOC = (ROOT / "docs" / "data-processing.md").read_text()
+DOC = (ROOT / "docs" / "how-to" / "data-processing.md").read_text()
 OPTIONS = [
     "--info",
     "--video-info",

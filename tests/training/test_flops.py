@@ -68,7 +68,7 @@ def test_mfu_needs_a_peak():
 
 
 def test_the_docs_have_the_same_table(repo_root):
-    text = (repo_root / "docs" / "training-log.md").read_text()
+    text = (repo_root / "docs" / "reference" / "log.md").read_text()
     for name, card in CARDS.items():
         tf32 = "-" if card.tf32 is None else f"{card.tf32:g}"
         assert f"| {name} | {card.half:g} | {tf32} | {card.fp32:g} | " in text

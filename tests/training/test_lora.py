@@ -114,7 +114,7 @@ def train_adapters(plugin: str, device: str):
 @pytest.mark.parametrize(("plugin", "device"), [("fsdp2", "cpu"), pytest.param("zero2", "cuda", marks=pytest.mark.gpu)])
 def test_an_engine_trains_the_adapters_alone(plugin, device):
     if plugin == "zero2":
-        pytest.importorskip("colossalai", reason="needs ColossalAI: docs/acceleration.md says how to install it")
+        pytest.importorskip("colossalai", reason="needs ColossalAI: docs/how-to/speed.md says how to install it")
     expected, ddp = train_adapters("ddp", device)
     try:
         found, engine = train_adapters(plugin, device)

@@ -1,1 +1,1 @@
-"""Benchmarks; docs/benchmarks/ holds what they printed, on what."""
+"""Benchmarks; docs/explanation/benchmarks/ holds what they printed, on what."""

@@ -1,6 +1,6 @@
 """Benchmarks: `python -m tools.benchmark` lists them, `python -m tools.benchmark NAME [OPTION ...]` runs one.
 
-Each prints a heading and a markdown table; `NAME --help` explains the columns. Measured tables: docs/benchmarks.
+Each prints a heading and a markdown table; `NAME --help` explains the columns. Measured tables: docs/explanation/benchmarks.
 """
 
 import sys

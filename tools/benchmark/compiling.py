@@ -197,7 +197,7 @@ def text_to_image(argv: Sequence[str]) -> None:
         ("--seed", 1, "of the noise"),
         ("--repeats", 3, "calls after the first of a size"),
         ("--compiler", "nexfort", "none, nexfort, compile, compile-max-autotune, or another backend"),
-        ("--compiler-config", {}, "JSON, see docs/compiler.md"),
+        ("--compiler-config", {}, "JSON, see docs/how-to/compiler.md"),
         ("--run_multiple_resolutions", False, "1: also 3/4 and 1/2 of the sides"),
         ("--run_rare_resolutions", False, "1: also sizes that few models are trained at"),
         ("--output-image", "", "file for the first image"),

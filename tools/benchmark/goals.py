@@ -3,7 +3,7 @@
 **The reference** is Open-Sora's own code. Its settings are re-created with our model, which has the same layers: eager, every
 block checkpointed, weights in bf16 with fp32 masters as its ColossalAI ZeRO-2 holds them, plain operations, flash attention
 over space and, on sequences [B S, T] whose tokens were copied into that order, over time; cross-attention without a mask, as all
-tokens of the text are real here. docs/benchmarks/goals.md compares it with the original's own time.
+tokens of the text are real here. docs/explanation/benchmarks/goals.md compares it with the original's own time.
 
 **diffusers** has no STDiT. Its `LatteTransformer3DModel` is of the same kind: of the same width, it gets as many pairs of blocks
 as come nearest to the FLOPs of our model. It sees no mask, which is less work for it. `DiTTransformer2DModel` is DiT.

@@ -49,7 +49,7 @@ def dataloader(argv: Sequence[str]) -> None:
     reads it with `CachedVideoTextDataset` as scripts/train.py does: shuffled, in batches, with its worker processes. In the first
     epoch each record's checksum is verified, so later ones have a column of their own. Processor time does not depend on what else a
     machine does, and is that of all epochs, workers and their start included. The goal is the samples a second that one GPU's
-    training step takes (docs/benchmarks/train_step.md); each GPU has its own loader.
+    training step takes (docs/explanation/benchmarks/train_step.md); each GPU has its own loader.
     """
     options = Options("dataloader", dataloader.__doc__, argv, device="cpu")
     options.add("--workers", [0, 1, 2], [0])

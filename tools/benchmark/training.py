@@ -39,7 +39,7 @@ def train_step(argv: Sequence[str]) -> None:
     counted as useful work. MFU is their rate over that of a large matrix product, which is measured first on the same device, or
     given by --peak-tflops. The clock runs over all steps without waiting for the device in between, as in training. "retries"
     next to the memory: how often it ran out until PyTorch had freed what it keeps for later (`alloc_retries` of
-    docs/training-log.md); such times are those of a GPU that is too full. The errors are |found - eager fp32| / |eager fp32| of
+    docs/reference/log.md); such times are those of a GPU that is too full. The errors are |found - eager fp32| / |eager fp32| of
     the prediction for the first sample and of the gradients of all weights.
 
     --profile adds, for each line, where the time of a step goes by kinds of kernels, the largest kernels, and the time in which

@@ -1,6 +1,6 @@
 """A model behind an OpenAI-compatible server (`/chat/completions`): vLLM, SGLang, llama.cpp, OpenAI and others.
 
-Which errors are of a clip and which of the server: docs/scoring.md. What is of the server must not be held against the clips,
+Which errors are of a clip and which of the server: docs/how-to/scoring.md. What is of the server must not be held against the clips,
 or a server that is away for a minute leaves a table without captions that counts as done.
 """
 

@@ -8,7 +8,7 @@
     python -m tools.datasets.convert vidprom FOLDER --info VidProM_unique.csv --output v.csv
 
 The table is CSV, JSONL or parquet, by its extension. `label` is the number of a class for the text encoder "classes".
-What is left out of the table is counted by reason. docs/data-tools.md has examples.
+What is left out of the table is counted by reason. docs/how-to/data-tools.md has examples.
 """
 
 import argparse

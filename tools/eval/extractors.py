@@ -117,7 +117,9 @@ def inception(args: argparse.Namespace) -> Extractor:
     """FID's own network, which resizes by itself."""
     path = Path(args.extractor.removeprefix(INCEPTION))
     if not path.is_file():
-        raise UserError(f"--extractor {args.extractor}: there is no file {path}; docs/evaluation.md says where it is.")
+        raise UserError(
+            f"--extractor {args.extractor}: there is no file {path}; docs/how-to/evaluation.md says where it is."
+        )
     net = Inception(path).to(args.device)
     return Extractor("inception", file_hash(path), (SIDE, SIDE), net, 1, "none", POOLED, net.probabilities)
 

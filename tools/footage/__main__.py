@@ -112,7 +112,7 @@ def planned(recipe: Path, out: Path, workers: int, rank: int, world: int) -> lis
 def main() -> None:
     """The command line."""
     parser = Parser(__doc__, __spec__)
-    parser.add_argument("recipe", type=Path, help=".py or .yaml with `stages`: docs/data-processing.md")
+    parser.add_argument("recipe", type=Path, help=".py or .yaml with `stages`: docs/how-to/data-processing.md")
     parser.add_argument("--out", "-o", type=Path, required=True, help="folder of the tables, clips and report")
     parser.add_argument("--num-workers", type=int, default=1, metavar="N", help="processes (not under torchrun)")
     parser.add_argument(

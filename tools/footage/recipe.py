@@ -94,7 +94,7 @@ def _stages_in(path: Path) -> list[Settings]:
     from mmengine.config import Config
 
     if not path.is_file() or path.suffix not in (".py", ".yaml", ".yml", ".json"):
-        raise UserError(f"{path} is no recipe: a .py or .yaml file with `stages`, see docs/data-processing.md.")
+        raise UserError(f"{path} is no recipe: a .py or .yaml file with `stages`, see docs/how-to/data-processing.md.")
     found: Settings = Config.fromfile(str(path)).to_dict()
     if unknown := sorted(set(found) - {"stages"}):
         raise UserError(f"{path}: {unknown[0]!r} is unknown; a recipe holds `stages` and nothing else.")

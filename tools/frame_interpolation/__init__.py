@@ -1,1 +1,1 @@
-"""More frames between those of a video: `python -m tools.frame_interpolation.interpolation` (docs/data-processing.md)."""
+"""More frames between those of a video: `python -m tools.frame_interpolation.interpolation` (docs/how-to/data-processing.md)."""

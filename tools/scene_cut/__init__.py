@@ -1,1 +1,1 @@
-"""From long videos to clips of one scene: finding the cuts and cutting (docs/data-processing.md)."""
+"""From long videos to clips of one scene: finding the cuts and cutting (docs/how-to/data-processing.md)."""

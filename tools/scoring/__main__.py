@@ -5,7 +5,7 @@
         --set aesthetic.head=sac+logos+ava1-l14-linearMSE.pth --device cuda
     torchrun --nproc-per-node 8 -m tools.scoring clips.parquet --scorers flow,camera_motion --out scored.parquet
 
-Killed and started again, it resumes where it stopped. docs/scoring.md says what each column means.
+Killed and started again, it resumes where it stopped. docs/how-to/scoring.md says what each column means.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/nova/train/1x1024x1024.py --data-path RECORDS
 
-RECORDS is a folder of latents with captions; docs/nova.md shows how to write one. This model is for images alone: what videos
+RECORDS is a folder of latents with captions; docs/how-to/nova.md shows how to write one. This model is for images alone: what videos
 start from is configs/nova/train/1x512x512.py.
 
 Weights: random.

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/nova/train/1x512x512.py --data-path RECORDS
 
-RECORDS is a folder of latents with captions; docs/nova.md shows how to write one. They are of the video's VAE, an image as a
+RECORDS is a folder of latents with captions; docs/how-to/nova.md shows how to write one. They are of the video's VAE, an image as a
 video of one frame: a model's first layers and its head fit the latents of one VAE alone, and the head is the video model's. The
 published video model began with images of this size.
 

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/nova/train/33x480x768.py --data-path RECORDS \
         --ckpt-path IMAGE_MODEL
 
-RECORDS is a folder of latents with captions and a motion score (flow); docs/nova.md shows how to write one. IMAGE_MODEL is a
+RECORDS is a folder of latents with captions and a motion score (flow); docs/how-to/nova.md shows how to write one. IMAGE_MODEL is a
 checkpoint of configs/nova/train/1x512x512.py: the published video model began from an image model. Its VAE is in no package that
 we use; Wan 2.1's has the same strides and 16 channels.
 

@@ -4,7 +4,7 @@
         --ckpt-path hpcai-tech/OpenSora-STDiT-v2-stage3
 
 Two segments, 28 frames: the second continues the last 4 of the first. A prompt ends in what is made of its references, one
-`loop, reference, first frame there, first frame here, frames, edit ratio` for each, separated by ";"; see docs/inference.md.
+`loop, reference, first frame there, first frame here, frames, edit ratio` for each, separated by ";"; see docs/how-to/conditioning.md.
 
 Weights: hub: hpcai-tech/OpenSora-STDiT-v2-stage3.
 Hardware: 1 GPU.

@@ -5,7 +5,7 @@
 
 Size and length are free: `--num-frames 64 --image-size 480 848`, or `--num-frames 1 --image-size 512 512` for an image;
 height and width are multiples of 8. Weights trained by configs/opensora-v1-1/train were conditioned on the clip's frame rate: sample from them with `--fps 8 --frame-interval 1 --model.norm_order norm_then_rope`.
-Reference images and videos: `--image first.png`, `--extend clip.mp4`; see docs/inference.md.
+Reference images and videos: `--image first.png`, `--extend clip.mp4`; see docs/how-to/conditioning.md.
 
 Weights: hub: hpcai-tech/OpenSora-STDiT-v2-stage3.
 Hardware: 1 GPU.

@@ -5,7 +5,7 @@
 
 `--num-frames 4s`, or a number, 1 for an image; `--resolution 720p --aspect-ratio 9:16`, height:width, is 720x1280. Where
 decoding runs out of memory, add `--vae.tile_size 512`. The released weights know captions that end in "aesthetic score: 6.5.",
-which `--aes 6.5` adds. Reference images and videos: `--image first.png`, `--extend clip.mp4`; see docs/inference.md.
+which `--aes 6.5` adds. Reference images and videos: `--image first.png`, `--extend clip.mp4`; see docs/how-to/conditioning.md.
 
 Weights: hub: hpcai-tech/OpenSora-STDiT-v3.
 Hardware: 1 GPU.

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora/train/16x256x256-mask.py \
         --data-path clips.csv --ckpt-path PixArt-XL-2-512x512.pth
 
-Sample with configs/opensora/inference/16x256x256.py, from references too (`--image`, `--extend`; docs/inference.md).
+Sample with configs/opensora/inference/16x256x256.py, from references too (`--image`, `--extend`; docs/how-to/conditioning.md).
 
 Weights: PixArt's.
 Hardware: 8 GPUs, 25 GiB each.

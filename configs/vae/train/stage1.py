@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 8 scripts/train_vae.py configs/vae/train/stage1.py --data-path clips.csv
 
 One clip in five is cut into images. Open-Sora's first two stages compare image latents, and keep those of an image through the
-temporal part in the first; here every stage compares pixels. Its KL weight, 1e-6 of sums, is 6e-9 of means (docs/vae-training.md).
+temporal part in the first; here every stage compares pixels. Its KL weight, 1e-6 of sums, is 6e-9 of means (docs/how-to/vae-training.md).
 
 Weights: hub: PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers.
 Hardware: 8 GPUs of 80 GB.

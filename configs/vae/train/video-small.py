@@ -7,7 +7,7 @@
     python -m tools.eval_vae --vae outputs/vae/video-small/vae --data-path assets/clips/held_out.csv
 
 The network is Wan 2.2's in small: pixels folded 2 x 2, residual paths around every change of size, no GroupNorm, so that
-no frame sees a later one. One step sees 8 clips of 17 x 128 x 128, and takes 0.06 s on one H200, compiled; docs/vae-training.md gives
+no frame sees a later one. One step sees 8 clips of 17 x 128 x 128, and takes 0.06 s on one H200, compiled; docs/how-to/vae-training.md gives
 the reasons of the settings, the model card the figures. Without the third line (and the fourth's options) it starts from random
 weights, and is behind that start after 881 steps.
 

@@ -1,4 +1,4 @@
-"""OneDiff's `compile` for its nexfort backend: the words of a mode are settings of PyTorch's inductor, see docs/compiler.md."""
+"""OneDiff's `compile` for its nexfort backend: the words of a mode are settings of PyTorch's inductor, see docs/how-to/compiler.md."""
 
 import json
 import os

@@ -5,7 +5,7 @@
     compile(module, backend="nexfort", options={"mode": "O3"})
     pipe = compile_pipe(pipe, backend="nexfort", options='{"mode": "O3", "memory_format": "channels_last"}')
 
-nexfort itself is closed; its mode words are mapped to settings of inductor, see docs/compiler.md.
+nexfort itself is closed; its mode words are mapped to settings of inductor, see docs/how-to/compiler.md.
 """
 
 from opensora.acceleration.compile.adapters import Adapters

@@ -3,7 +3,7 @@
 A head is a row of some 64 to 128 channels, and a long video has millions. Compilers make reductions of them that take two rows
 a program, or read each row twice. Here a program takes a block of rows, and the backward pass gives the gradients of rows and
 weights at once, the weights' as fp32 sums for each program, which are added after it: the result is deterministic. All arithmetic is
-fp32. See docs/benchmarks/goals.md for the gain.
+fp32. See docs/explanation/benchmarks/goals.md for the gain.
 """
 
 import math

@@ -3,7 +3,7 @@
 There is next to nothing to compute: what counts is how often queries, keys and values travel through memory, and whether they
 must be copied into another order first. Here each program handles one head of one sequence: it reads its N rows of q, k and v in
 whatever order they lie in memory, does everything in registers, and writes N rows. The backward pass recomputes the
-probabilities from q and k, so that nothing but the inputs is kept. Softmax and sums are fp32. See docs/benchmarks/train_step.md for
+probabilities from q and k, so that nothing but the inputs is kept. Softmax and sums are fp32. See docs/explanation/benchmarks/train_step.md for
 the gain.
 """
 

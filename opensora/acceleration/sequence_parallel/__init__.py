@@ -1,6 +1,6 @@
 """Sequence parallelism: several processes shard the tokens of a sample, by hooks that every denoiser and attention has.
 
-`parallelise(model, group)` is all that a program calls. See docs/sequence-parallelism.md.
+`parallelise(model, group)` is all that a program calls. See docs/how-to/sequence-parallelism.md.
 """
 
 import warnings

@@ -75,7 +75,7 @@ def build_step_cache(
         try:
             options[name] = coerce(value, OPTIONS[kind][name])
         except TypeError as error:
-            raise UserError(f"step_cache.{name}={value!r}: {error}; see docs/inference.md.") from error
+            raise UserError(f"step_cache.{name}={value!r}: {error}; see docs/how-to/fast-sampling.md.") from error
     if kind == "pab":
         return PAB(_pab_options(options, model))
     threshold = options.get("threshold", THRESHOLD)

@@ -10,7 +10,7 @@ Open-Sora's, for a sample of T frames of H x W:
  3. It stays with probability `keep_prob`; else, and where there is no such entry, the next resolution is tried.
  4. Its shape is the one whose ratio is nearest to H / W. What finds no entry is left out in this epoch.
 
-A `bucket_config` is resolution -> frames -> (keep_prob, batch_size) or ((keep_prob, length_prob), batch_size); docs/datasets.md
+A `bucket_config` is resolution -> frames -> (keep_prob, batch_size) or ((keep_prob, length_prob), batch_size); docs/how-to/buckets.md
 explains it. Random numbers come from a hash of (seed, epoch, row, entry): the same for any number of processes, and no draw
 depends on what was drawn for another row.
 """

@@ -2,7 +2,7 @@
 
 CACHE/text has each different caption once, found by the caption itself, so that rows may move and captions repeat. Only the tokens
 of a caption are kept; padding is read back as zeros, where no denoiser looks. CACHE/flow has the scores of clips that have none in
-their table, for models that are conditioned on them (NOVA); they are measured as in docs/scoring.md.
+their table, for models that are conditioned on them (NOVA); they are measured as in docs/how-to/scoring.md.
 """
 
 from collections.abc import Iterable, Sequence

@@ -47,7 +47,7 @@ Record = dict[str, Any]
 
 
 class RecordWriter:
-    """Appends records to a folder; where an earlier writer stopped, this one continues. docs/caches.md has an example.
+    """Appends records to a folder; where an earlier writer stopped, this one continues. docs/how-to/caches.md has an example.
 
     Args:
         features: Field -> "tensor", "bytes", "string", "int64" or "float64"; or a list with one of the last three, such as

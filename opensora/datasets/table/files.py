@@ -192,7 +192,7 @@ def cell_text(value: Any) -> str:
 
 
 def _csv_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
-    """With Python's reader: pandas' and arrow's take text behind a closing quote (docs/benchmarks/table.md)."""
+    """With Python's reader: pandas' and arrow's take text behind a closing quote (docs/explanation/benchmarks/table.md)."""
     csv.field_size_limit(1 << 30)  # captions may be long
     lines = csv.reader(file, strict=True)
     header = next(lines, [])

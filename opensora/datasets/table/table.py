@@ -2,7 +2,7 @@
 
 Captions are kept to the letter: "NA", "None" and "" are captions too. A row is kept or left out as a whole, and what is left
 out is counted by reason. Columns are arrow and numpy arrays, which worker processes share, and are checked as a whole: ten
-million rows take half a minute (docs/benchmarks/table.md).
+million rows take half a minute (docs/explanation/benchmarks/table.md).
 """
 
 import hashlib

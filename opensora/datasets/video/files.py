@@ -128,7 +128,7 @@ class Decoding:
     def __post_init__(self) -> None:
         if self.backend == "torchcodec":
             raise UserError(
-                "decode: backend='torchcodec' is gone, as it was no faster than PyAV (docs/benchmarks/decode.md); leave it out, "
+                "decode: backend='torchcodec' is gone, as it was no faster than PyAV (docs/explanation/benchmarks/decode.md); leave it out, "
                 "and keep the other names."
             )
         for name, literal in get_type_hints(Decoding).items():

@@ -47,7 +47,7 @@ class HFTextEncoder(nn.Module):
         model_max_length: Captions are padded and cut to so many tokens.
         dtype: Of the weights and the computation.
         cache_dir, local_files_only: Where the hub's files are kept, and whether not to ask the hub.
-        clean: What is done to captions: "none", "basic" or "legacy", see docs/text.md.
+        clean: What is done to captions: "none", "basic" or "legacy", see docs/reference/text-encoders.md.
         padding: "max_length": the transformer sees padding up to model_max_length; "longest": only up to the longest caption of
             a batch, and y is zero behind it. Real tokens differ by rounding at most.
         between_uses: Where the weights are when nothing is encoded: "keep" on the device; on the "cpu"; or "unload", which

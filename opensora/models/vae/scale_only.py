@@ -44,7 +44,7 @@ class ScaleOnlyVAE(VideoVAE):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise self._error(
             f"of {self.config.get('_class_name', 'the VAE')} in {self.folder} there is only the scale here, which is enough to "
-            "train from stored latents. To encode or decode, take a VAE of docs/vae.md, and latents and a model of it."
+            "train from stored latents. To encode or decode, take a VAE of docs/reference/vae.md, and latents and a model of it."
         )
 
     latent_frames = video_frames = legal_num_frames = legal_size = latent_size = _refuse

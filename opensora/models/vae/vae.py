@@ -184,7 +184,7 @@ def _build(constructor: Any, config: Mapping[str, Any]) -> Any:
 class VideoAutoencoderKL(DiffusersVAE):
     """Diffusers' `AutoencoderKL`, applied to every frame. Block types of its `architecture` may be left out.
 
-    Arguments: those of `DiffusersVAE`; docs/vae.md says what each does. `micro_batch_size` counts frames.
+    Arguments: those of `DiffusersVAE`; docs/reference/vae.md says what each does. `micro_batch_size` counts frames.
     """
 
     encodes_frames = decodes_frames = True
@@ -224,7 +224,7 @@ class VideoAutoencoderKLTemporalDecoder(VideoAutoencoderKL):
         from_pretrained: See `DiffusersVAE`.
         decode_chunk_size: Decode so many frames together, without looking at the frames before and after: less memory, and
             a jump between the chunks. None: all frames of a video.
-        **options: See `DiffusersVAE`; docs/vae.md says what each does.
+        **options: See `DiffusersVAE`; docs/reference/vae.md says what each does.
     """
 
     decodes_frames = False

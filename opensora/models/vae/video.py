@@ -167,7 +167,7 @@ class DiffusersVideoVAE(DiffusersVAE):
             the class itself does it. Only for classes that have the choice (HunyuanVideo, LTX, Mochi, Wan). Wan gives the
             same either way, so its default is "whole" where that needs no more memory: while gradients are recorded, for
             then all activations are kept anyway, and for a single frame.
-        **options: See `DiffusersVAE`; docs/vae.md says what each does.
+        **options: See `DiffusersVAE`; docs/reference/vae.md says what each does.
     """
 
     def __init__(self, from_pretrained: str | None = None, *, time_chunks: str = "default", **options: Any) -> None:
@@ -194,7 +194,7 @@ class DiffusersVideoVAE(DiffusersVAE):
         if config.get("_class_name") == OF_NOVA:
             raise UserError(
                 f"VAE: {name} is a {OF_NOVA}, NOVA's video VAE, whose network is not here. To train from its stored latents, set "
-                "vae.type='ScaleOnlyVAE'. To encode or decode, pass another VAE, and latents and a model of it: docs/nova.md."
+                "vae.type='ScaleOnlyVAE'. To encode or decode, pass another VAE, and latents and a model of it: docs/how-to/nova.md."
             )
         return super()._class_of(config, name)
 

@@ -13,7 +13,7 @@ from opensora.acceleration.compile.quantise import TYPES
 from opensora.acceleration.compiler import parse_options
 from opensora.utils.errors import UserError
 
-PAGE = Path(__file__).parents[3] / "docs" / "compiler.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "compiler.md"
 
 DOCUMENTED = [
     "O2",
@@ -75,7 +75,7 @@ def row_of(name: str) -> str:
     rows = [
         line for line in PAGE.read_text().splitlines() if line.startswith("| ") and f"`{name}`" in line.split(" | ")[0]
     ]
-    assert len(rows) >= 1, f"docs/compiler.md has no row for {name}"
+    assert len(rows) >= 1, f"docs/how-to/compiler.md has no row for {name}"
     return rows[0]
 
 

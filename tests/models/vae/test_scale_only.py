@@ -45,7 +45,9 @@ def test_whatever_needs_a_network_is_refused(tmp_path):
         lambda: vae.decode(torch.zeros(1, 4, 2, 1, 1), 5),
         lambda: vae.latent_size((5, 8, 8)),
     ):
-        with pytest.raises(UserError, match=r"of AutoencoderKLOpenSora in .* there is only the scale .* docs/vae\.md"):
+        with pytest.raises(
+            UserError, match=r"of AutoencoderKLOpenSora in .* there is only the scale .* docs/reference/vae\.md"
+        ):
             ask()
 
 

@@ -292,7 +292,9 @@ def test_mistakes_are_refused(tmp_path):
     of_nova = tmp_path / "nova"
     build("KLWan").save_pretrained(of_nova)
     (of_nova / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKLOpenSora"}))
-    with pytest.raises(UserError, match=r"network is not here. To train .* set vae.type='ScaleOnlyVAE'.*docs/nova.md"):
+    with pytest.raises(
+        UserError, match=r"network is not here. To train .* set vae.type='ScaleOnlyVAE'.*docs/how-to/nova.md"
+    ):
         DiffusersVideoVAE(str(of_nova))
     build("VideoAutoencoderKL").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="describes a AutoencoderKL; DiffusersVideoVAE loads AutoencoderKLWan"):

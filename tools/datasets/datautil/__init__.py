@@ -1,1 +1,1 @@
-"""Operations on tables of clips: `python -m tools.datasets.datautil` (see docs/data-tools.md)."""
+"""Operations on tables of clips: `python -m tools.datasets.datautil` (see docs/how-to/data-tools.md)."""

@@ -4,7 +4,7 @@
 
 Several inputs are put below each other. Formats are CSV, JSONL and parquet, by extension. Without --output, the name is
 made of the inputs' and the operations': clips.csv with --info --fmin 16 gives clips_info_fmin16.csv. Paths in a table are
-relative to its folder (--root names another); they are rewritten when the output lies elsewhere. docs/data-tools.md has
+relative to its folder (--root names another); they are rewritten when the output lies elsewhere. docs/how-to/data-tools.md has
 examples.
 """
 
