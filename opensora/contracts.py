@@ -240,7 +240,7 @@ def broken_contract(part: object, contract: type) -> str:
         elif not _has(part, name):
             lacking.append(_written(name, member))
         elif why := _refusal(part, name, inspect.signature(member)):
-            wrong.append(f"{_written(name, member)} is how it is called, and {why}")
+            wrong.append(f"{name} is called as {_written(name, member)}, but {why}")
     abstract = [name for name in dir(cls) if getattr(getattr(cls, name, None), "__isabstractmethod__", False)]
     lacking += [_written(name, getattr(cls, name)) for name in abstract if name not in _members(contract)]
     where = f"{cls.__module__}.{cls.__qualname__}"
@@ -315,9 +315,9 @@ def _refusal(part: object, name: str, called: inspect.Signature) -> str:
     by_name = [*keywords, *(p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in taken)
     if refused := [name for name in by_name if name not in named and not takes_any]:
-        return f"it does not take {', '.join(refused)}"
+        return f"does not take {', '.join(refused)}"
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        return f"it is {name}{signature}: {error}"
+        return f"is {name}{signature}: {error}"
     return ""

@@ -88,12 +88,13 @@ class Registry(_MMRegistry):
             hint = did_you_mean(str(name), self.choices())
             return [f"{name!r} is not a registered {self.name}.{hint} Choices: {', '.join(self.choices())}."]
         cls, taken = inspect.unwrap(constructor), _parameters(constructor)
-        if self.contract is not None and inspect.isclass(cls) and (broken := broken_contract(cls, self.contract)):
-            kind = self._kind(cls)
-            if kind in (None, self.name):
+        if self.contract is not None and inspect.isclass(cls):
+            broken = broken_contract(cls, self.contract)
+            if (kind := self._kind(cls)) not in (None, self.name):
+                advice = f"Choices: {', '.join(self.choices())}." if _is_ours(cls) else broken
+                return [f"{name!r} is a {kind}, not a {self.name}. {advice}"]
+            if broken:
                 return [broken]
-            choices = f"Choices: {', '.join(self.choices())}."
-            return [f"{name!r} is a {kind}, not a {self.name}. {choices if _is_ours(cls) else broken}"]
         return [
             f"{self.name} {name!r} takes no argument {key!r}.{did_you_mean(key, taken)} It takes: {', '.join(taken)}."
             for key in cfg

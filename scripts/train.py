@@ -28,6 +28,7 @@ from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
 from opensora.datasets.table.files import check_exist
 from opensora.inference.sizes import legal_dataset
+from opensora.models.loading import released_weights
 from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, DENOISERS, SAMPLERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
@@ -61,6 +62,7 @@ from opensora.training.run import (
     effective_batch,
     parameter_table,
     seek,
+    warn_of_random_weights,
     what_to_do_next,
 )
 from opensora.training.saver import open_run
@@ -141,8 +143,10 @@ def refuse_without_base(model: Mapping[str, Any]) -> None:
         UserError: the model could begin with given weights, and does not.
     """
     if "from_pretrained" in signature(DENOISERS.get(model["type"])).parameters and not model.get("from_pretrained"):
+        such_as = f", such as {' or '.join(released)}" if (released := released_weights(model)) else ""
         raise UserError(
-            "lora adapts a model, and none is given: set --ckpt-path (model.from_pretrained) to the weights of its base, in a resumed run too."
+            "lora adapts a model, and none is given: set --ckpt-path (model.from_pretrained) to the weights of its base"
+            f"{such_as}, in a resumed run too."
         )
 
 
@@ -206,7 +210,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     log.line(f"{summary(cfg, model, world, dataset, sampler)}\n{describe_peak(peak)}")
     log.line(
         f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
-        + (f"\nresumed {source} at step {state.step}" if source is not None else "")
+        + (f"\nresumed {source} at step {state.step}" if source is not None else warn_of_random_weights(cfg.model))
     )
     validation = build_validation(cfg, world, encode, scheduler, ema, run, log, lambda: stop.asked)
     log.start_progress(state.step, total_steps)

@@ -32,6 +32,7 @@ from opensora.config.load import VAETrainConfig, parse_config, to_dict
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import BatchSampler, SampleKey
+from opensora.datasets.summary import small_data_warning
 from opensora.datasets.table.files import check_exist
 from opensora.datasets.video.files import BadFile
 from opensora.inference.output import save_image_grid
@@ -119,7 +120,10 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
 
     run, saver = open_run(cfg, world, cfg.vae["type"])
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run))
+    log.line(
+        summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run)
+        + f"\n{small_data_warning(sampler)}".rstrip()
+    )
     log.start_progress(state.step, total_steps)
     meter = StepMeter(world)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
