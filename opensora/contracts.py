@@ -232,11 +232,11 @@ def check_contract(part: object, contract: type) -> None:
 def broken_contract(part: object, contract: type) -> str:
     """The message of `check_contract`; empty where the contract is kept."""
     cls = part if inspect.isclass(part) else type(part)
-    lacking, wrong = [], []
+    lacking, wrong, later = [], [], []
     for name, member in _members(contract).items():
         if not inspect.isfunction(member):
-            if part is not cls and not hasattr(part, name):
-                lacking.append(_written(name, member))
+            if not hasattr(part, name):
+                (later if part is cls else lacking).append(_written(name, member))
         elif not _has(part, name):
             lacking.append(_written(name, member))
         elif why := _refusal(part, name, inspect.signature(member)):
@@ -246,6 +246,8 @@ def broken_contract(part: object, contract: type) -> str:
     where = f"{cls.__module__}.{cls.__qualname__}"
     problems = [f"{where} lacks: {', '.join(lacking)}"] if lacking else []
     problems += [f"{where}: {text}" for text in wrong]
+    if problems and later:
+        problems.append(f"also needed, if the constructor does not set them: {', '.join(later)}")
     if contract is Sampler and part is not cls and not problems and (solver := _solver(part)) is not None:
         return broken_contract(solver, Solver)
     return "; ".join([*problems, f"see {GUIDE}"]) if problems else ""

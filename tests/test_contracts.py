@@ -111,7 +111,13 @@ def register():
             ["forward(x, timestep, y, *, mask, x_mask, **sizes)", "mask, x_mask, height, width"],
         ),
         ("vae", "BareModule", ["moments(x)", "decode(z, num_frames)", "legal_size(size)"]),
-        ("vae", "OwnVAE", ["OwnVAE lacks: _decode(z, num_frames); see docs/own-parts.md"]),
+        (
+            "vae",
+            "OwnVAE",
+            [
+                "OwnVAE lacks: _decode(z, num_frames); also needed, if the constructor does not set them: out_channels (property); see docs/"
+            ],
+        ),
         ("text_encoder", "BareModule", ["encode(texts)", "fingerprint()"]),
         ("scheduler", "BareScheduler", []),
         ("dataset", "BareDataset", ["BareDataset lacks: __getitem__(key), fingerprint(); see docs/own-parts.md"]),
