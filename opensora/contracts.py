@@ -9,6 +9,7 @@ from __future__ import annotations  # torch is imported for types only: a comman
 
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ def members(contract: type) -> dict[str, str]:
     return {name: _written(name, member) for name, member in _members(contract).items()}
 
 
+@cache
 def has_methods(cls: type, contract: type) -> tuple[int, float]:
     """How many of the contract's own methods a class has, and their share; `forward` does not count, as any module has it."""
     names = [
@@ -232,7 +234,9 @@ def check_contract(part: object, contract: type) -> None:
 def broken_contract(part: object, contract: type) -> str:
     """The message of `check_contract`; empty where the contract is kept."""
     cls = part if inspect.isclass(part) else type(part)
-    lacking, wrong, later = [], [], []
+    lacking: list[str] = []
+    wrong: list[str] = []
+    later: list[str] = []
     for name, member in _members(contract).items():
         if not inspect.isfunction(member):
             if not hasattr(part, name):
@@ -263,6 +267,7 @@ def _solver(sampler: Any) -> Any:
         return None
 
 
+@cache
 def _members(contract: type) -> dict[str, Any]:
     """Methods and properties, also of the Protocols that it extends."""
     return {

@@ -121,10 +121,10 @@ class Registry(_MMRegistry):
     def _kind(self, cls: Any) -> str | None:
         """The name of the kind whose methods a class has most of; None: it has none of any, or is a function."""
         best, most = None, (0, 0.0)
-        for kind in [kind for kind in self.kinds if kind.contract is not None and inspect.isclass(cls)]:
-            count, share = has_methods(cls, kind.contract)
-            if (count, share) > most:
-                best, most = kind.name, (count, share)
+        for kind in self.kinds if inspect.isclass(cls) else ():
+            found = (0, 0.0) if kind.contract is None else has_methods(cls, kind.contract)
+            if found > most:
+                best, most = kind.name, found
         return "discriminator" if best is None and _is_ours(cls) else best  # that has `forward` alone
 
     def register_variant(self, name: str, constructor: Callable[..., Any], **preset: Any) -> None:

@@ -68,7 +68,7 @@ class BatchEncoder:
             y = batch["y"].to(self.device)
             text = TextCondition(y.float() if y.is_floating_point() else y, batch["mask"].to(self.device))
         else:
-            text = self.text_encoder.encode(batch["text"])
+            text = TextCondition(*self.text_encoder.encode(batch["text"]))
         text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)
         cond = {"y": text.y.to(self.device), "mask": text.mask.to(self.device)}
         for name in self.denoiser.micro_conditions:
