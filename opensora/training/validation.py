@@ -244,7 +244,7 @@ class HeldOutLoss:
                     rngs = generators(self.cfg.seed, "validation", k, ids=batch.rows)
                     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                         if t is None:
-                            values = self.scheduler.training_losses(model, z, cond, generators=rngs)
+                            values = self.scheduler.training_losses(model, z, cond, mask=None, generators=rngs)
                         else:
                             at = torch.full((len(z),), t, dtype=torch.int64, device=device)
                             values = self.scheduler.training_losses(model, z, cond, t=at, noise=randn_like(z, rngs))
