@@ -252,8 +252,10 @@ def broken_contract(part: object, contract: type) -> str:
     problems += [f"{where}: {text}" for text in wrong]
     if problems and later:
         problems.append(f"also needed, if the constructor does not set them: {', '.join(later)}")
-    if contract is Sampler and part is not cls and not problems and (solver := _solver(part)) is not None:
+    if part is not cls and not problems and contract is Sampler and (solver := _solver(part)) is not None:
         return broken_contract(solver, Solver)
+    if part is not cls and not problems and contract is Denoiser and (error := _error_of_flops(part)):
+        problems.append(f"{where}: flops(latent_size, text_len) fails ({error}): write one, as its layers have none")
     return "; ".join([*problems, f"see {GUIDE}"]) if problems else ""
 
 
@@ -265,6 +267,17 @@ def _solver(sampler: Any) -> Any:
         return sampler.solver(torch.zeros(1, 4, 1, 8, 8), [torch.Generator()]) if hasattr(sampler, "solver") else None
     except ValueError:
         return None
+
+
+def _error_of_flops(denoiser: Any) -> str:
+    """Why the `flops` that a denoiser inherits cannot add up its layers, which the first step of a training would find out."""
+    try:
+        denoiser.flops((4, 8, 8), 8)
+    except ValueError:  # no size for it
+        pass
+    except AttributeError as error:
+        return str(error)
+    return ""
 
 
 @cache

@@ -176,6 +176,24 @@ def test_a_solver_is_checked_with_its_sampler(register):
     assert build_module({"type": "NoLevels"}, SCHEDULERS)
 
 
+def test_flops_that_cannot_be_added_up_are_found_when_the_model_is_built():
+    """The first step counts them."""
+
+    class NoFlops(Denoiser):
+        def __init__(self):
+            super().__init__(hidden_size=8, depth=1, num_heads=1)
+            self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+        def forward(self, x, timestep, y, **cond):
+            return x
+
+    MODELS.register_module(module=NoFlops)
+    with pytest.raises(
+        PartError, match=r"flops\(latent_size, text_len\) fails .*'Linear' object has no attribute 'flops'"
+    ):
+        build_module({"type": "NoFlops"}, DENOISERS)
+
+
 def test_a_part_that_makes_its_own_choice_of_sizes_needs_no_others():
     class FrameRateOnly(Denoiser):
         micro_conditions = ("fps",)
