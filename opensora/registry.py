@@ -15,6 +15,9 @@ from typing import Any
 
 from mmengine.registry import Registry as _MMRegistry
 
+from opensora import contracts
+from opensora.contracts import PartError, broken_contract, check_contract, has_methods
+
 
 def did_you_mean(word: str, choices: list[str], cutoff: float = 0.6) -> str:
     """` Did you mean 'x'?` when a choice is close to `word` (1: the same, 0: nothing in common), else an empty string."""
@@ -22,12 +25,25 @@ def did_you_mean(word: str, choices: list[str], cutoff: float = 0.6) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-class PartError(ValueError):
-    """A part cannot be built as a config describes it; scripts print the message, as of a `UserError`."""
-
-
 class Registry(_MMRegistry):
-    """An MMEngine registry whose miss tells the reader what would have hit."""
+    """An MMEngine registry whose miss tells the reader what would have hit, and whose parts obey a contract.
+
+    Args:
+        name: what messages call its parts.
+        contract: a Protocol of `opensora.contracts` that its parts obey; None: any part is taken.
+        options: MMEngine's.
+    """
+
+    def __init__(self, name: str, contract: type | None = None, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.contract, self.kinds = contract, [self]
+
+    def of_kind(self, name: str, contract: type) -> "Registry":
+        """One kind of the parts: the same table, of which only these are listed and built, with their contract checked."""
+        kind = Registry(name, contract, scope=self.scope, locations=self._locations)
+        kind._module_dict, kind.kinds = self._module_dict, self.kinds
+        self.kinds.append(kind)
+        return kind
 
     def build(self, cfg: Mapping[str, Any], **runtime: Any) -> Any:
         """Call the constructor named by `cfg["type"]` with the other keys of `cfg` and with `runtime`.
@@ -36,8 +52,8 @@ class Registry(_MMRegistry):
         group). Of `runtime`, only what the constructor takes is passed.
 
         Raises:
-            PartError: `type` is missing or unknown, an argument is unknown or refused by the constructor, or a key has
-                one value in `cfg` and another in `runtime`: there is one truth.
+            PartError: `type` is missing, unknown or of another kind, the part breaks the contract, an argument is unknown or
+                refused by the constructor, or a key has one value in `cfg` and another in `runtime`: there is one truth.
         """
         problems = self.problems(cfg)
         if problems:
@@ -53,14 +69,17 @@ class Registry(_MMRegistry):
                     f"need {runtime[key]!r}; drop {key} from the config."
                 )
         try:
-            return constructor(**{**given, **runtime})
+            part = constructor(**{**given, **runtime})
         except ValueError as error:
             if type(error) is not ValueError:  # a UserError, which says where it comes from
                 raise
             raise PartError(f"{self.name} {cfg['type']!r}: {error}") from error
+        if self.contract is not None:
+            check_contract(part, self.contract)
+        return part
 
     def problems(self, cfg: Mapping[str, Any]) -> list[str]:
-        """What is wrong with a component dict, one sentence each: an unknown type, unknown arguments."""
+        """What is wrong with a component dict, one sentence each: an unknown type, a broken contract, unknown arguments."""
         if not isinstance(cfg, Mapping) or "type" not in cfg:
             return [f"{self.name}: expected dict(type=NAME, ...), got {cfg!r}. Names: {', '.join(self.choices())}."]
         name = cfg["type"]
@@ -68,7 +87,14 @@ class Registry(_MMRegistry):
         if constructor is None:
             hint = did_you_mean(str(name), self.choices())
             return [f"{name!r} is not a registered {self.name}.{hint} Choices: {', '.join(self.choices())}."]
-        taken = _parameters(constructor)
+        cls, taken = inspect.unwrap(constructor), _parameters(constructor)
+        if self.contract is not None and inspect.isclass(cls):
+            broken = broken_contract(cls, self.contract)
+            if (kind := self._kind(cls)) not in (None, self.name):
+                advice = f"Choices: {', '.join(self.choices())}." if _is_ours(cls) else broken
+                return [f"{name!r} is a {kind}, not a {self.name}. {advice}"]
+            if broken:
+                return [broken]
         return [
             f"{self.name} {name!r} takes no argument {key!r}.{did_you_mean(key, taken)} It takes: {', '.join(taken)}."
             for key in cfg
@@ -84,9 +110,22 @@ class Registry(_MMRegistry):
         return self.module_dict.get(key.removeprefix(f"{self.scope}."))
 
     def choices(self) -> list[str]:
-        """All registered names, sorted."""
+        """All registered names, sorted; of a kind those of its parts, and of classes of a user's own that fit none yet."""
         self.import_from_location()
-        return sorted(self.module_dict)
+        if self.contract is None:
+            return sorted(self.module_dict)
+        kinds = {name: self._kind(inspect.unwrap(part)) for name, part in self.module_dict.items()}
+        is_own = {name: not _is_ours(inspect.unwrap(self.module_dict[name])) for name in kinds}
+        return sorted(name for name, kind in kinds.items() if kind == self.name or (kind is None and is_own[name]))
+
+    def _kind(self, cls: Any) -> str | None:
+        """The name of the kind whose methods a class has most of; None: it has none of any, or is a function."""
+        best, most = None, (0, 0.0)
+        for kind in self.kinds if inspect.isclass(cls) else ():
+            found = (0, 0.0) if kind.contract is None else has_methods(cls, kind.contract)
+            if found > most:
+                best, most = kind.name, found
+        return "discriminator" if best is None and _is_ours(cls) else best  # that has `forward` alone
 
     def register_variant(self, name: str, constructor: Callable[..., Any], **preset: Any) -> None:
         """Register `constructor` under `name` with other defaults; a config may still override each of them."""
@@ -124,6 +163,10 @@ def inherit_signature(cls: type) -> None:
     cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
 
 
+def _is_ours(cls: Any) -> bool:
+    return cls.__module__.startswith("opensora.")
+
+
 def _parameters(constructor: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(constructor).parameters if name != "self"]
 
@@ -134,8 +177,13 @@ def build_module(cfg: Mapping[str, Any], registry: Registry, **runtime: Any) -> 
 
 
 MODELS = Registry("model", scope="opensora", locations=["opensora.models", "opensora.inference.text"])
-SCHEDULERS = Registry("scheduler", scope="opensora", locations=["opensora.schedulers"])
-DATASETS = Registry("dataset", scope="opensora", locations=["opensora.datasets"])
+DENOISERS = MODELS.of_kind("denoiser", contracts.Denoiser)
+VAES = MODELS.of_kind("VAE", contracts.VAE)
+TEXT_ENCODERS = MODELS.of_kind("text encoder", contracts.TextEncoder)
+DISCRIMINATORS = MODELS.of_kind("discriminator", contracts.Discriminator)
+SCHEDULERS = Registry("scheduler", contracts.Scheduler, scope="opensora", locations=["opensora.schedulers"])
+SAMPLERS = SCHEDULERS.of_kind("scheduler", contracts.Sampler)  # what samples need not train
+DATASETS = Registry("dataset", contracts.Dataset, scope="opensora", locations=["opensora.datasets"])
 PLUGINS = Registry("plugin", scope="opensora", locations=["opensora.acceleration"])
 SEE_MODULE = " (see the module's docstring)"
 REGISTRIES = {registry.name: registry for registry in (MODELS, SCHEDULERS, DATASETS, PLUGINS)}

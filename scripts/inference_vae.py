@@ -22,7 +22,7 @@ from opensora.datasets.video.files import is_image
 from opensora.datasets.video.read_video import frames_needed, probe, read_frames
 from opensora.inference.output import save_image_grid, save_sample, shown_frames
 from opensora.models.vae.metrics import quality, reconstruct
-from opensora.registry import MODELS, build_module
+from opensora.registry import VAES, build_module
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import make_writable
@@ -37,7 +37,7 @@ SUFFIXES = (".mp4", ".png")
 @exit_on_user_error
 def main() -> None:
     """Reconstruct what the config names."""
-    cfg = parse_config(VAEInferenceConfig, {"vae": MODELS})
+    cfg = parse_config(VAEInferenceConfig, {"vae": VAES})
     world = init_world(cfg.device)
     if world.size > 1:
         raise UserError(
@@ -48,7 +48,7 @@ def main() -> None:
     make_writable(cfg.save_dir, "save_dir")
     files = sources(cfg)
     refuse_replacing(files, Path(cfg.save_dir))
-    vae = build_module({"posterior": "mode", **cfg.vae}, MODELS).requires_grad_(False).eval().to(device)
+    vae = build_module({"posterior": "mode", **cfg.vae}, VAES).requires_grad_(False).eval().to(device)
     folder, sheet = Path(cfg.save_dir), {}
     for path, name in progress_bar(list(named(files)), desc="reconstructing", unit="file"):
         x, fps = read(path, cfg, vae)

@@ -28,9 +28,10 @@ from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
 from opensora.datasets.table.files import check_exist
 from opensora.inference.sizes import legal_dataset
+from opensora.models.loading import released_weights
 from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.registry import DATASETS, DENOISERS, SAMPLERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.finite_guard import FiniteGuard
@@ -61,11 +62,12 @@ from opensora.training.run import (
     effective_batch,
     parameter_table,
     seek,
+    warn_of_random_weights,
     what_to_do_next,
 )
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
-from opensora.training.validation import build_validation, held_out_dataset
+from opensora.training.validation import build_val_sampler, build_validation, held_out_dataset
 from opensora.training.watchdog import Watchdog, collective_timeout
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -74,11 +76,11 @@ from opensora.utils.seed import generators
 
 logger = logging.getLogger("opensora.train")
 COMPONENTS = {
-    "model": MODELS,
-    "vae": MODELS,
-    "text_encoder": MODELS,
+    "model": DENOISERS,
+    "vae": VAES,
+    "text_encoder": TEXT_ENCODERS,
     "scheduler": SCHEDULERS,
-    "val_scheduler": SCHEDULERS,
+    "val_scheduler": SAMPLERS,
     "dataset": DATASETS,
 }
 
@@ -140,21 +142,25 @@ def refuse_without_base(model: Mapping[str, Any]) -> None:
     Raises:
         UserError: the model could begin with given weights, and does not.
     """
-    if "from_pretrained" in signature(MODELS.get(model["type"])).parameters and not model.get("from_pretrained"):
+    if "from_pretrained" in signature(DENOISERS.get(model["type"])).parameters and not model.get("from_pretrained"):
+        such_as = f", such as {' or '.join(released)}" if (released := released_weights(model)) else ""
         raise UserError(
-            "lora adapts a model, and none is given: set --ckpt-path (model.from_pretrained) to the weights of its base, in a resumed run too."
+            "lora adapts a model, and none is given: set --ckpt-path (model.from_pretrained) to the weights of its base"
+            f"{such_as}, in a resumed run too."
         )
 
 
 def check_inputs_exist(cfg: TrainConfig) -> None:
-    """What is read only after the models are loaded has to be there before.
+    """What is used only after the models are loaded has to be there before.
 
     Raises:
+        PartError: the validation's sampler cannot be built, or cannot sample.
         UserError: a file, a folder or a package is missing.
     """
     check_exist(data_path=cfg.dataset.get("data_path"))
     if cfg.val_every:
         check_exist(val_data_path=cfg.val_data_path, val_prompt_path=cfg.val_prompt_path)
+        build_val_sampler(cfg)
     if cfg.wandb:
         check_wandb()
 
@@ -204,7 +210,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     log.line(f"{summary(cfg, model, world, dataset, sampler)}\n{describe_peak(peak)}")
     log.line(
         f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
-        + (f"\nresumed {source} at step {state.step}" if source is not None else "")
+        + (f"\nresumed {source} at step {state.step}" if source is not None else warn_of_random_weights(cfg.model))
     )
     validation = build_validation(cfg, world, encode, scheduler, ema, run, log, lambda: stop.asked)
     log.start_progress(state.step, total_steps)
@@ -257,15 +263,15 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     """The dataset, the frozen VAE and text encoder, and the denoiser to train; what loads for minutes comes last."""
     refuse_misnamed(cfg.model.get("from_pretrained"))
     device = world.device
-    vae = freeze(build_module(cfg.vae, MODELS), device)
+    vae = freeze(build_module(cfg.vae, VAES), device)
     component = legal_dataset(cfg.dataset, vae)
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
     held_out_dataset(cfg, vae)  # refuses a bad table now; validation, which comes last, reads it again
-    text_encoder = freeze(build_module(cfg.text_encoder, MODELS), device)
+    text_encoder = freeze(build_module(cfg.text_encoder, TEXT_ENCODERS), device)
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
     model = build_module(
         cfg.model,
-        MODELS,
+        DENOISERS,
         in_channels=vae.out_channels,
         caption_channels=text_encoder.output_dim,
         model_max_length=text_encoder.model_max_length,

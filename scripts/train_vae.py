@@ -32,11 +32,12 @@ from opensora.config.load import VAETrainConfig, parse_config, to_dict
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import BatchSampler, SampleKey
+from opensora.datasets.summary import small_data_warning
 from opensora.datasets.table.files import check_exist
 from opensora.datasets.video.files import BadFile
 from opensora.inference.output import save_image_grid
 from opensora.models.vae.metrics import Quality, mean_quality, psnr_of_error, quality, reconstruct
-from opensora.registry import DATASETS, MODELS, build_module
+from opensora.registry import DATASETS, DISCRIMINATORS, VAES, build_module
 from opensora.training.adversarial import AdversarialLoss, NoDiscriminator
 from opensora.training.ema import EMA
 from opensora.training.finite_guard import FiniteGuard
@@ -64,7 +65,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, show_messages
 
 logger = logging.getLogger("opensora.train_vae")
-COMPONENTS = {"vae": MODELS, "dataset": DATASETS, "discriminator": MODELS}
+COMPONENTS = {"vae": VAES, "dataset": DATASETS, "discriminator": DISCRIMINATORS}
 STATISTICS_SAMPLES = 256
 GRID_CLIPS = 6
 EXPORT = "vae"  # in the run's folder
@@ -119,7 +120,10 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
 
     run, saver = open_run(cfg, world, cfg.vae["type"])
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run))
+    log.line(
+        summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run)
+        + f"\n{small_data_warning(sampler)}".rstrip()
+    )
     log.start_progress(state.step, total_steps)
     meter = StepMeter(world)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
@@ -177,7 +181,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
 def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor, RandomChunks]:
     """What to train, and what splits a batch into chunks that it takes."""
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
-    vae: Any = build_module(cfg.vae, MODELS)
+    vae: Any = build_module(cfg.vae, VAES)
     check_trainable(cfg, vae)
     lengths = cfg.mixed_lengths or [cfg.num_frames]
     for length in lengths:
@@ -239,7 +243,7 @@ def build_adversarial_loss(cfg: VAETrainConfig, world: World) -> AdversarialLoss
     """With a discriminator, which has an engine and an optimizer of its own, or without."""
     if cfg.discriminator is None:
         return NoDiscriminator()
-    discriminator: nn.Module = build_module(cfg.discriminator, MODELS).to(world.device).train()
+    discriminator: nn.Module = build_module(cfg.discriminator, DISCRIMINATORS).to(world.device).train()
     optimizer = build_optimizer(cfg, discriminator)
     engine = build_engine("ddp", discriminator, optimizer, world, **engine_settings(cfg))
     return AdversarialLoss(
@@ -288,7 +292,7 @@ def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
 
 def ema_vae(cfg: VAETrainConfig, ema: EMA, device: torch.device) -> Any:
     """A VAE with the EMA weights, not compiled, for its batches have other sizes; its latents are posterior means."""
-    vae: Any = build_module({**cfg.vae, "posterior": "mode"}, MODELS)
+    vae: Any = build_module({**cfg.vae, "posterior": "mode"}, VAES)
     load_strictly(vae, ema.state_dict(), "the EMA weights")
     return vae.requires_grad_(False).eval().to(device)
 

@@ -1,11 +1,13 @@
-"""Every registered thing, found by walking the registries, is built at toy size and used once."""
+"""Every registered thing, found by walking the registries, is built at toy size, obeys its contract and is used once."""
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
+from opensora import contracts, registry
 from opensora.acceleration.distributed import World, shutdown
+from opensora.contracts import check_contract
 from opensora.registry import DATASETS, MODELS, PLUGINS, SCHEDULERS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import DENOISERS, TOY, inputs
@@ -34,7 +36,7 @@ def test_no_registered_model_is_left_out():
 
 @pytest.mark.parametrize("name", DENOISERS)
 def test_denoiser(name):
-    model = MODELS.build({"type": name, **TOY})
+    model = registry.DENOISERS.build({"type": name, **TOY})
     cond = inputs(model)
     assert model(**cond).shape == (2, model.out_channels, *cond["x"].shape[2:])
     assert model.null_condition(3).shape == (3, *cond["y"].shape[1:])
@@ -45,7 +47,7 @@ def test_denoiser(name):
 
 @pytest.mark.parametrize("name", NOVAS)
 def test_nova(name):
-    model = MODELS.build({"type": name, **nova.TOY})
+    model = registry.DENOISERS.build({"type": name, **nova.TOY})
     cond = nova.inputs()
     assert model(**cond).shape == cond["noisy"].shape
     assert model.null_condition(3).shape == (3, *cond["y"].shape[1:])
@@ -57,6 +59,7 @@ def test_nova(name):
 @pytest.mark.parametrize("name", VAES)
 def test_vae(name):
     vae = build(name)
+    check_contract(vae, contracts.VAE)
     x = video_of(vae, batch=1)
     z = vae.encode(x)
     assert z.shape == (1, vae.out_channels, *vae.latent_size(tuple(x.shape[2:])))
@@ -66,7 +69,7 @@ def test_vae(name):
 @pytest.mark.parametrize("name", DISCRIMINATORS)
 def test_discriminator(name):
     settings, shape = DISCRIMINATORS[name]
-    assert MODELS.build({"type": name, **settings})(torch.rand(2, 3, 4, 32, 32)).shape == shape
+    assert registry.DISCRIMINATORS.build({"type": name, **settings})(torch.rand(2, 3, 4, 32, 32)).shape == shape
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,9 @@ def encoder_folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TEXT_ENCODERS)
 def test_text_encoder(name, encoder_folders):
-    encoder = MODELS.build({"type": name, "from_pretrained": str(encoder_folders / name), "model_max_length": 6})
+    encoder = registry.TEXT_ENCODERS.build(
+        {"type": name, "from_pretrained": str(encoder_folders / name), "model_max_length": 6}
+    )
     y, mask = encoder.encode(["a cat", "cat"])
     assert y.shape == (2, 1, mask.shape[1], encoder.output_dim)
     assert encoder.output_dim == 16
@@ -116,7 +121,7 @@ def test_text_encoder(name, encoder_folders):
 
 
 def test_class_encoder():
-    y, mask = MODELS.build({"type": "classes", "num_classes": 10}).encode(["7", "0"])
+    y, mask = registry.TEXT_ENCODERS.build({"type": "classes", "num_classes": 10}).encode(["7", "0"])
     assert y.flatten().tolist() == [7, 0]
     assert mask.shape == (2, 1)
 
@@ -127,12 +132,13 @@ def test_cached_encoder(tmp_path):
 
     job = Job(tmp_path, World(0, 1, torch.device("cpu")), dtype="auto")
     write_text(["7"], MODELS.build({"type": "classes", "num_classes": 10}), job)
-    assert MODELS.build({"type": "cached", "cache_dir": str(tmp_path)}).encode(["7"]).y.item() == 7
+    assert registry.TEXT_ENCODERS.build({"type": "cached", "cache_dir": str(tmp_path)}).encode(["7"]).y.item() == 7
 
 
 @pytest.mark.parametrize("name", SCHEDULERS.choices())
 def test_scheduler(name):
     scheduler = SCHEDULERS.build({"type": name, "num_sampling_steps": 3})
+    check_contract(scheduler, contracts.Sampler)
     model = nova.build(motion=False) if name == "nova" else MODELS.build({"type": "STDiT-XXS/2", **SMALL})
     cond = {"y": torch.randn(2, 1, 5, 16)}
     rngs = [torch.Generator().manual_seed(i) for i in range(2)]

@@ -47,14 +47,20 @@ from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.files import Decoding
 from opensora.inference.sizes import legal_dataset
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.registry import DATASETS, DENOISERS, MODELS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
 from tools.cache_flow import RECORDS, cached_flow, wants_flow
 from tools.command import Parser
 
-COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+COMPONENTS = {
+    "model": DENOISERS,
+    "vae": VAES,
+    "text_encoder": TEXT_ENCODERS,
+    "scheduler": SCHEDULERS,
+    "dataset": DATASETS,
+}
 CACHEABLE = ("VideoTextDataset", "CachedVideoTextDataset")
 Dataset = Mapping[str, Any]
 

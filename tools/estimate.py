@@ -36,7 +36,7 @@ from opensora.config.load import TrainConfig, parse_config, read_file
 from opensora.config.schema import LoraOptions, level_of
 from opensora.datasets.buckets.bucket import Buckets
 from opensora.models.denoiser import Denoiser
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.registry import DATASETS, DENOISERS, MODELS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.training.lora import target_names
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -46,7 +46,7 @@ from tools.command import Parser
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30
-PARTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
+PARTS = {"model": DENOISERS, "vae": VAES, "text_encoder": TEXT_ENCODERS, "scheduler": SCHEDULERS}
 ENGINES = ("ddp", "hybrid", "fsdp2 zero2", "fsdp2 zero3", "zero2")
 LEVELS = ("none", "block", "every:2", "mlp", "selective", "selective:2")
 NO_TABLE = "--data-path=none-given.csv"

@@ -152,7 +152,7 @@ class Trainer:
         rngs = generators(self.cfg.seed, "search", self.step, ids=range(batch), device=self.device)
         z, cond = self._batch(clip, batch, rngs)
         with self.engine.micro_step(last=True):
-            loss = self.scheduler.training_losses(self.engine.model, z, cond, generators=rngs).mean()
+            loss = self.scheduler.training_losses(self.engine.model, z, cond, mask=None, generators=rngs).mean()
         self.engine.backward(loss)
         self.engine.step()
         self.step += 1

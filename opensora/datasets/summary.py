@@ -61,6 +61,19 @@ class Summary:
         return "\n".join(lines)
 
 
+def small_data_warning(sampler: BatchSampler) -> str:
+    """A line for a dataset of one size that fills no batch; else nothing. The table of buckets says it of each."""
+    if not isinstance(sampler, EpochBatchSampler) or sampler.global_batch <= sampler.num_samples:
+        return ""
+    n, batch = sampler.num_samples, sampler.global_batch
+    processes = batch // sampler.batch_size
+    remedy = f"set --batch-size {n // processes} or less" if processes <= n else f"use at most {n} processes"
+    return (
+        f"warning: a batch of all processes has {batch} samples (batch_size={sampler.batch_size} x {processes}), and the data {n}: each "
+        f"batch holds them up to {-(-batch // n)} times, and an epoch is one batch; {remedy}, or add data"
+    )
+
+
 def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_steps: int, epoch: int = 0) -> Summary:
     """What an epoch of `dataset` is with that sampler."""
     if isinstance(sampler, EpochBatchSampler):
@@ -73,6 +86,7 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
             samples_per_step=(step, step, step),
             left_out=dataset.clips.dropped if hasattr(dataset, "clips") else {},
             repeated=sampler.batches_per_epoch * sampler.global_batch - sampler.num_samples,
+            notes=tuple(filter(None, [small_data_warning(sampler)])),
         )
     assert isinstance(sampler, BucketBatchSampler)
     plan = sampler.plan(epoch)
@@ -91,7 +105,10 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
             "or 'pad', or smaller batch sizes, would keep them"
         )
     if thin := sum(use.samples < (use.bucket.batch_size or 0) and use.seen > 0 for use in uses):
-        effect = {"keep": "their batches are smaller", "pad": "their samples are repeated", "drop": ""}[sampler.tail]
+        smaller = "smaller batch sizes in bucket_config would not repeat them"
+        effect = {"keep": "their batches are smaller", "pad": f"their samples are repeated; {smaller}", "drop": ""}[
+            sampler.tail
+        ]
         notes.append(f"{thin} buckets have fewer samples than one batch: {effect}")
     sizes = plan.global_batch_sizes[: plan.steps // accumulation_steps * accumulation_steps]
     sizes = sizes.reshape(-1, accumulation_steps).sum(1)

@@ -9,10 +9,10 @@ from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, read_file, to_dict
 from opensora.inference.sizes import overlap
-from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
+from opensora.registry import DENOISERS, SAMPLERS, TEXT_ENCODERS, VAES, build_module
 from opensora.utils.imports import import_parts
 
-COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
+COMPONENTS = {"model": DENOISERS, "vae": VAES, "text_encoder": TEXT_ENCODERS, "scheduler": SAMPLERS}
 
 
 class Components(NamedTuple):
@@ -33,16 +33,14 @@ def build_components(cfg: InferenceConfig) -> Components:
     """
     refuse_misnamed(cfg.model.get("from_pretrained"))
     adapter = None if cfg.lora is None else read_adapter(cfg.lora)
-    scheduler = build_module(
-        cfg.scheduler, SCHEDULERS
-    )  # mistakes that are quickly found come before minutes of loading
-    vae = build_module(cfg.vae, MODELS)
+    scheduler = build_module(cfg.scheduler, SAMPLERS)  # quickly found mistakes come before minutes of loading
+    vae = build_module(cfg.vae, VAES)
     if isinstance(cfg.num_frames, int) and cfg.loop > 1:
         overlap(vae, vae.legal_num_frames(cfg.num_frames), cfg.condition_frame_length)  # refuses what cannot be shared
-    text_encoder = build_module(cfg.text_encoder, MODELS)
+    text_encoder = build_module(cfg.text_encoder, TEXT_ENCODERS)
     model = build_module(
         cfg.model,
-        MODELS,
+        DENOISERS,
         in_channels=vae.out_channels,
         caption_channels=text_encoder.output_dim,
         model_max_length=text_encoder.model_max_length,

@@ -22,7 +22,7 @@ from opensora.inference.prompts import PromptItem, load_items
 from opensora.inference.references import check_files_exist, check_shortcuts, conditioning, sources_of
 from opensora.inference.refine import refine_prompts
 from opensora.inference.sizes import VideoSize, saved_rate
-from opensora.registry import MODELS, SCHEDULERS, build_module
+from opensora.registry import SAMPLERS, TEXT_ENCODERS, build_module
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError, first_few
 
@@ -192,14 +192,14 @@ def _check_texts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
         problems += [
             f"prompt {item.index}: negative_prompt has no effect on classes; leave it out." for item in negative
         ]
-        classes = build_module(cfg.text_encoder, MODELS)
+        classes = build_module(cfg.text_encoder, TEXT_ENCODERS)
         for item in items:
             try:
                 classes.encode([segment.text for segment in item.segments])
             except UserError as error:
                 problems.append(f"prompt {item.index}: {error}")
     elif negative:
-        scheduler = build_module(cfg.scheduler, SCHEDULERS)
+        scheduler = build_module(cfg.scheduler, SAMPLERS)
         problems += [
             f"prompt {item.index}: negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out."
             for item in negative

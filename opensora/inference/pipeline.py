@@ -508,7 +508,7 @@ class VideoPipeline:
         scale = self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
         raise UserError(
             f"{what} are not finite (NaN or infinite) for {names} ({request.num_frames} frames of {height}x{width}, "
-            f"{str(self.dtype).removeprefix('torch.')}, {self.scheduler.num_sampling_steps} steps of "
+            f"{str(self.dtype).removeprefix('torch.')}, {getattr(self.scheduler, 'num_sampling_steps', '?')} steps of "
             f"{type(self.scheduler).__name__}, guidance {scale}). Nothing is saved for this batch. Try --dtype fp32 or a lower "
             "--cfg-scale; if that does not help, the checkpoint is broken."
         )

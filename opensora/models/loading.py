@@ -46,6 +46,27 @@ OF_DIFFUSERS = ("PixArtTransformer2DModel", "LatteTransformer3DModel", "DiTTrans
 OF_ANOTHER_VERSION = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+PIXART, PIXART_MS, SIGMA = "PixArt-XL-2-512x512.pth", "PixArt-XL-2-1024-MS.pth", "PixArt-Sigma-XL-2-1024-MS.pth"
+RELEASED = {
+    "DiT-XL/2": ("DiT-XL-2-256x256.pt with condition='label_1000'",),
+    "Latte-XL/2": ("Latte-XL-2-256x256-ucf101.pt with condition='label_101'",),
+    "LatteT2V-XL/2": ("maxin-cn/Latte-1", PIXART),
+    "PixArt-XL/2": (PIXART,),
+    "PixArtMS-XL/2": (PIXART_MS,),
+    "PixArt-Sigma-XL/2": (SIGMA,),
+    "STDiT-XL/2": (PIXART, "OpenSora-v1-HQ-16x256x256.pth"),
+    "STDiT2-XL/2": (PIXART, "hpcai-tech/OpenSora-STDiT-v2-stage3"),
+    "STDiT3-XL/2": (SIGMA, "hpcai-tech/OpenSora-STDiT-v3"),
+}
+"""Registered name -> what `from_pretrained` may name to start from released weights; the first is what its authors started from."""
+SIZES = ("depth", "hidden_size", "num_heads", "mlp_ratio", "patch_size")  # that the released files fix
+
+
+def released_weights(component: Mapping[str, Any]) -> tuple[str, ...]:
+    """What `from_pretrained` of a model's config may name; empty where nothing is released in its size."""
+    return () if any(name in component for name in SIZES) else RELEASED.get(component["type"], ())
+
+
 @dataclass
 class Conversion:
     """A file's weights in a model's own names, and what was done on the way."""

@@ -7,11 +7,12 @@ reaches the device as an argument of a kernel, and masks act through `torch.wher
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opensora.contracts import Solver
 from opensora.schedulers.frame_mask import FrameMask, expand_frames
 from opensora.schedulers.guidance import Condition, ConditionCache, Denoiser, Guidance, classifier_free_guidance
 from opensora.schedulers.training import at_least_fp32, predict
@@ -29,31 +30,6 @@ class SamplingStep(NamedTuple):
     timestep: Tensor  # [B]: what the model was conditioned on
     x: Tensor  # [B, C, T, H, W] after the step
     x_0: Tensor  # the prediction of the end, for previews
-
-
-class Solver(Protocol):
-    """How one algorithm updates x. A new one for each sampling run, so that it may keep a history."""
-
-    @property
-    def timesteps(self) -> Sequence[Time]:
-        """Of each step, falling: integers of a discrete training, or floats."""
-        ...
-
-    @property
-    def levels(self) -> Sequence[float]:
-        """Of each step, falling in (0, 1]: the noise in x as a part of the training time."""
-        ...
-
-    def noised(self, x_0: Tensor, noise: Tensor, index: int) -> Tensor:
-        """The forward process: x_0 at the level before step `index`."""
-        ...
-
-    def step(self, denoise: Denoise, x: Tensor, index: int, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x after the step, and the predicted x_0.
-
-        `active` [B, T] bool: the frames that are denoised; whatever is returned for the others is dropped. None: all.
-        """
-        ...
 
 
 class Scheduler:

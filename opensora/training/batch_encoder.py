@@ -4,11 +4,12 @@ Videos come as pixels or as the VAE's stored moments, captions as words or as st
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from opensora.contracts import VAE, Denoiser, TextEncoder
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.text_encoder.classes import check_classes
 from opensora.models.text_encoder.condition import TextCondition
@@ -16,22 +17,12 @@ from opensora.utils.errors import UserError
 from opensora.utils.seed import rand
 
 
-class ConditionalModel(Protocol):
-    """What encoding needs of a denoiser: `opensora.models.denoiser.Denoiser`, or NOVA."""
-
-    class_dropout_prob: float
-    micro_conditions: tuple[str, ...]
-
-    def null_condition(self, batch: int) -> Tensor:
-        """The text features of "no text", [batch, 1, L, C]."""
-
-
 class BatchEncoder:
     """Encodes batches with frozen encoders.
 
     Args:
-        vae: obeys the VAE contract; needed also for stored moments, since it scales the latents.
-        text_encoder: obeys the text contract.
+        vae: needed also for stored moments, since it scales the latents.
+        text_encoder: encodes the captions.
         denoiser: gives the "no text" features and says how often captions are dropped for classifier-free guidance
             (Ho & Salimans 2022).
         device: where the results are wanted.
@@ -43,9 +34,9 @@ class BatchEncoder:
 
     def __init__(
         self,
-        vae: Any,
-        text_encoder: Any,
-        denoiser: ConditionalModel,
+        vae: VAE,
+        text_encoder: TextEncoder,
+        denoiser: Denoiser,
         device: torch.device,
         *,
         class_dropout_prob: float | None = None,
@@ -77,7 +68,7 @@ class BatchEncoder:
             y = batch["y"].to(self.device)
             text = TextCondition(y.float() if y.is_floating_point() else y, batch["mask"].to(self.device))
         else:
-            text = self.text_encoder.encode(batch["text"])
+            text = TextCondition(*self.text_encoder.encode(batch["text"]))
         text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)
         cond = {"y": text.y.to(self.device), "mask": text.mask.to(self.device)}
         for name in self.denoiser.micro_conditions:
@@ -111,7 +102,7 @@ def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextC
 
 def drop_text(
     text: TextCondition,
-    denoiser: ConditionalModel,
+    denoiser: Denoiser,
     generators: Sequence[torch.Generator],
     prob: float | None = None,
 ) -> TextCondition:

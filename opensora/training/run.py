@@ -19,6 +19,7 @@ from torch import nn
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
+from opensora.models.loading import released_weights
 from opensora.utils.environment import command_line, environment, git_changes
 from opensora.utils.errors import UserError
 from opensora.utils.folders import make_writable
@@ -305,6 +306,17 @@ def what_to_do_next(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
     if cfg.imports:
         words += ["--imports", *cfg.imports]
     return f"\nto sample: {shlex.join(words)}"
+
+
+def warn_of_random_weights(model: Mapping[str, Any]) -> str:
+    """A line for the log of a run that begins with random weights where released ones fit the model's config; else nothing."""
+    released = () if model.get("from_pretrained") else released_weights(model)
+    if not released:
+        return ""
+    return (
+        f"\nwarning: {model['type']} starts from random weights. To start from released ones: --ckpt-path "
+        f"{' or '.join(released)}, see docs/weights.md"
+    )
 
 
 def parameter_table(model: nn.Module) -> str:

@@ -32,7 +32,7 @@ from opensora.inference.output import sample_file_name, save_image_grid, save_sa
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
 from opensora.inference.sizes import legal_dataset, legal_image_size, legal_length
-from opensora.registry import DATASETS, SCHEDULERS, build_module
+from opensora.registry import DATASETS, SAMPLERS, build_module
 from opensora.training.batch_encoder import BatchEncoder
 from opensora.training.ema import EMA
 from opensora.training.run import due
@@ -159,11 +159,21 @@ def build_validation(
     if (dataset := held_out_dataset(cfg, vae)) is not None:
         without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
         loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler, report)
-    if cfg.val_every and (cfg.val_prompts is not None or cfg.val_prompt_path is not None):
-        sampler = build_module(validation_sampler(cfg.scheduler, cfg.val_scheduler), SCHEDULERS)
+    if (sampler := build_val_sampler(cfg)) is not None:
         pipeline = VideoPipeline(model, vae, text_encoder, sampler, device=world.device, dtype=cfg.dtype)
         samples = SampleVideos(cfg, world, pipeline, run / "validation", log, report)
     return Validation(cfg.val_every, model, ema, loss, samples, log)
+
+
+def build_val_sampler(cfg: TrainConfig) -> Any | None:
+    """What samples videos in the validation of a config; None without prompts.
+
+    Raises:
+        PartError: it cannot be built, or it trains and does not sample.
+    """
+    if not cfg.val_every or (cfg.val_prompts is None and cfg.val_prompt_path is None):
+        return None
+    return build_module(validation_sampler(cfg.scheduler, cfg.val_scheduler), SAMPLERS)
 
 
 def held_out_dataset(cfg: TrainConfig, vae: Any) -> Any | None:
@@ -234,7 +244,7 @@ class HeldOutLoss:
                     rngs = generators(self.cfg.seed, "validation", k, ids=batch.rows)
                     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                         if t is None:
-                            values = self.scheduler.training_losses(model, z, cond, generators=rngs)
+                            values = self.scheduler.training_losses(model, z, cond, mask=None, generators=rngs)
                         else:
                             at = torch.full((len(z),), t, dtype=torch.int64, device=device)
                             values = self.scheduler.training_losses(model, z, cond, t=at, noise=randn_like(z, rngs))

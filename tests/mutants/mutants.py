@@ -255,6 +255,15 @@ MUTANTS = (
     Mutant("saved_at_the_models_fps", "opensora/inference/sizes.py", "files play too fast",
         "cfg.fps / cfg.frame_interval if cfg.save_fps is None", "cfg.fps if cfg.save_fps is None",
         ("tests/inference/test_sizes.py",)),
+    Mutant("sampler_of_validation_not_checked", "scripts/train.py", "a scheduler that cannot sample is found out in the first validation",
+        "        build_val_sampler(cfg)\n", "",
+        ("tests/scripts/test_train.py::TestUserErrors::test_what_cannot_sample_is_told_before_anything_is_loaded",)),
+    Mutant("parts_not_checked_when_built", "opensora/registry.py", "what a constructor does not set is missed in the middle of a run",
+        "check_contract(part, self.contract)", "pass",
+        ("tests/test_contracts.py::test_attributes_are_checked_on_the_part_itself",)),
+    Mutant("random_weights_without_a_word", "scripts/train.py", "a run of a released size begins with random weights, and nothing says so",
+        "else warn_of_random_weights(cfg.model))", 'else "")',
+        ("tests/scripts/test_train_log.py::test_the_first_lines_warn_of_random_weights_and_of_data_that_fill_no_batch",)),
 )
 # fmt: on
 

@@ -17,6 +17,17 @@ from opensora.config.load import TrainConfig, parse_config
 from opensora.datasets.sampler import BatchKeys
 from tests.scripts.runs import all_losses, assert_same_run, logged, losses, tensors
 
+TRAINS_ONLY = """
+from opensora.registry import SCHEDULERS
+
+@SCHEDULERS.register_module("trains-only")
+class TrainsOnly:
+    def __init__(self, num_sampling_steps=4):
+        pass
+
+    def training_losses(self, model, x0, cond, *, mask=None, generators=None):
+        return model(x0, x0.new_full((len(x0),), 500.0), **cond)[:, :4].square().mean(dim=(1, 2, 3, 4))
+"""
 GOLDEN = Path(__file__).parents[1] / "golden" / "stdit_iddpm.json"
 
 
@@ -258,6 +269,17 @@ class TestUserErrors:
         """Nor is a VAE there: it would be the next thing to be looked at."""
         assert message in self.fails(capsys, train, *options, "--vae.from_pretrained=./nowhere")
         assert not (tmp_path / "bad").exists()
+
+    def test_what_cannot_sample_is_told_before_anything_is_loaded(self, capsys, train, tmp_path, forget_own_parts):
+        """An own scheduler may train only, unless the validation samples with it: that is not found out hours later."""
+        (tmp_path / "own_scheduler.py").write_text(TRAINS_ONLY)
+        options = [f"--imports={tmp_path}/own_scheduler.py", '--scheduler={"type": "trains-only"}', "--max-steps=1"]
+        samples = ["--val-every=2", "--val-prompts=a dog", "--vae.from_pretrained=./nowhere"]
+        message = self.fails(capsys, train, *options, *samples)
+        assert "TrainsOnly lacks: sample_steps(model, z, cond, *, null, mask, guidance_scale, generators)" in message
+        assert "cfg_scale (property)" in message
+        assert not (tmp_path / "bad").exists()
+        assert train(*options, name="good").exists()
 
     def test_a_table_of_validation_is_read_before_the_text_encoder(self, capsys, train, tmp_path):
         table = tmp_path / "held_out.csv"

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from opensora.checkpoint.load import complete_checkpoints
+from opensora.models import loading
+from opensora.registry import MODELS
+from opensora.training.run import warn_of_random_weights
 
 
 def entries(run: Path) -> list[dict]:
@@ -38,6 +41,32 @@ def test_a_run_that_goes_on_in_its_folder_has_every_step_once(train):
     train("--max-steps=6", "--ckpt-every=2", "--load=latest")
     assert [entry["step"] for entry in entries(run)] == [1, 2, 3, 4, 5, 6]
     assert all("lr" in entry for entry in entries(run))
+
+
+def test_the_first_lines_warn_of_random_weights_and_of_data_that_fill_no_batch(train, repo_root, tmp_path, monkeypatch):
+    monkeypatch.setitem(loading.RELEASED, "STDiT-XXS/2", ("tiny.pth", "owner/tiny"))
+    rows = (repo_root / "assets/clips/clips.csv").read_text().splitlines()[:3]
+    (tmp_path / "two.csv").write_text("\n".join(rows) + "\n")
+    options = [f"--data-path={tmp_path / 'two.csv'}", f"--root={repo_root / 'assets/clips'}", "--ckpt-every=1"]
+    text = (train(*options, "--max-steps=1") / "log.txt").read_text()
+    weights = "warning: STDiT-XXS/2 starts from random weights. To start from released ones: --ckpt-path tiny.pth or owner/tiny"
+    assert weights in text
+    assert "has 4 samples (batch_size=4 x 1), and the data 2: each batch holds them up to 2 times" in text
+    assert "set --batch-size 2 or less" in text
+    resumed = (train(*options, "--max-steps=2", "--load=latest") / "log.txt").read_text().removeprefix(text)
+    assert weights not in resumed
+
+
+def test_only_models_of_a_released_size_are_warned_of():
+    assert "PixArt-XL-2-512x512.pth or OpenSora-v1-HQ-16x256x256.pth" in warn_of_random_weights({"type": "STDiT-XL/2"})
+    for model in (
+        {"type": "STDiT-XL/2", "from_pretrained": "weights.pth"},
+        {"type": "STDiT-XL/2", "depth": 2},
+        {"type": "STDiT-XS/2"},
+    ):
+        assert warn_of_random_weights(model) == ""
+    names = {name for name in loading.RELEASED if name not in MODELS.choices()}
+    assert not names
 
 
 @pytest.mark.nightly

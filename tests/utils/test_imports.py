@@ -10,12 +10,16 @@ from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 PART = """
+from opensora.models.denoiser import Denoiser
 from opensora.registry import MODELS
 import neighbour
 
 @MODELS.register_module("{name}")
-class Part:
+class Part(Denoiser):
     def __init__(self, depth=neighbour.DEPTH, in_channels=4):
+        pass
+
+    def forward(self, x, timestep, y, **cond):
         pass
 """
 CONFIG = """

@@ -28,12 +28,18 @@ from opensora.datasets.table.files import list_rows
 from opensora.datasets.table.table import Table
 from opensora.datasets.video.read_video import probe
 from opensora.inference.output import save_image_grid, shown_frames
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.registry import DATASETS, DENOISERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import progress_bar, show_messages
 from tools.command import Parser
 
-REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+REGISTRIES = {
+    "model": DENOISERS,
+    "vae": VAES,
+    "text_encoder": TEXT_ENCODERS,
+    "scheduler": SCHEDULERS,
+    "dataset": DATASETS,
+}
 MANY = 0.01  # share of rows with the same caption that is reported
 FEW = 3  # so many of the same caption are never reported
 COLUMNS = 3  # frames of a sample in the contact sheet

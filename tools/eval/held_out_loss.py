@@ -21,7 +21,7 @@ from opensora.checkpoint.lora import Adapter, merge_adapter, read_adapter
 from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.inference.manifest import describe_checkpoint
 from opensora.inference.sizes import legal_dataset
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.registry import DATASETS, DENOISERS, MODELS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.validation import HeldOutLoss, Key
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -29,7 +29,13 @@ from opensora.utils.logging import progress_bar, show_messages
 from tools.command import Parser
 from tools.eval.record import refuse_unwritable, score_record, write_record
 
-COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+COMPONENTS = {
+    "model": DENOISERS,
+    "vae": VAES,
+    "text_encoder": TEXT_ENCODERS,
+    "scheduler": SCHEDULERS,
+    "dataset": DATASETS,
+}
 # settings of a training that change nothing here, left out of the record
 NOT_OF_A_LOSS = {"lr", "warmup_steps", "max_steps", "epochs", "log_every", "ckpt_every", "outputs", "wandb", "exp_name"}
 

@@ -14,6 +14,7 @@ Where `latents_mean` and `latents_std` are present, `shift_factor` is ignored. A
 import hashlib
 import itertools
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -100,13 +101,13 @@ class VideoVAE(nn.Module):
         self._checked_range = False
         self._placed: tuple[Tensor, ...] = ()
 
+    @abstractmethod
     def _encode(self, x: Tensor) -> Tensor:
         """x [N, 3, T, H, W] -> raw moments [N, 2C, t, h, w], for a micro-batch and one tile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _decode(self, z: Tensor, num_frames: int) -> Tensor:
         """Raw latents z [N, C, t, h, w] -> x [N, 3, num_frames, H, W], for a micro-batch and one tile."""
-        raise NotImplementedError
 
     def latent_frames(self, num_frames: int) -> int:
         """How many latent frames a video of a legal number of frames has."""

@@ -47,4 +47,4 @@ class ScaleOnlyVAE(VideoVAE):
             "train from stored latents. To encode or decode, take a VAE of docs/reference/vae.md, and latents and a model of it."
         )
 
-    latent_frames = video_frames = legal_num_frames = legal_size = latent_size = _refuse
+    _encode = _decode = latent_frames = video_frames = legal_num_frames = legal_size = latent_size = _refuse
