@@ -315,7 +315,7 @@ def warn_of_random_weights(model: Mapping[str, Any]) -> str:
         return ""
     return (
         f"\nwarning: {model['type']} starts from random weights. To start from released ones: --ckpt-path "
-        f"{' or '.join(released)}, see docs/weights.md"
+        f"{' or '.join(released)}, see docs/how-to/weights.md"
     )
 
 
