@@ -69,10 +69,10 @@ RECIPES = {
         {ENCODING: 0.5, BEFORE: 0.5, TRAINING: 3, SAMPLING: 1, MEASURING: 0.5},
         clips=UNSEEN_CLIPS,
     ),
-    "scratch": Recipe("configs/quickstart/scratch.py", {ENCODING: 1, TRAINING: 10, SAMPLING: 1.5, MEASURING: 0.5}),
+    "scratch": Recipe("configs/quickstart/scratch.py", {ENCODING: 1, TRAINING: 11, SAMPLING: 1.5, MEASURING: 0.5}),
     "nova": Recipe(
         "configs/quickstart/nova.py",
-        {ENCODING: 1, TRAINING: 10, SAMPLING: 2, MEASURING: 1},
+        {ENCODING: 1, TRAINING: 14, SAMPLING: 0.5, MEASURING: 0.5},
         "configs/quickstart/inference_nova.py",
         before="configs/quickstart/nova_images.py",
         images=True,
