@@ -54,13 +54,13 @@ def loss_curve(metrics: Sequence[Path], path: Path) -> None:
                 found[name][entry["step"]] = entry[name]  # of a step that was taken again, the later
     loss, held_out = (pd.Series(values, dtype=float).sort_index() for values in found.values())
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(loss, ".", color="tab:blue", alpha=0.35, markersize=5, label="training, each point")
+    axes.plot(loss, ".", color="tab:blue", alpha=0.5, markersize=5, label="training")
     axes.plot(
         loss.ewm(span=max(len(loss) / 8, 2)).mean(), color="tab:blue", linewidth=2, label="training, moving average"
     )
     if len(held_out):
         axes.plot(held_out, "o-", color="tab:orange", label="held-out captions, EMA weights")
-    axes.set(xlabel="optimizer step", ylabel="loss (mean squared error)")
+    axes.set(xlabel="optimizer step", ylabel="loss (mean squared error of the prediction)")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
