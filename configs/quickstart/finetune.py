@@ -11,11 +11,11 @@ _base_ = ["train.py"]
 
 dataset = dict(data_path="assets/unseen_clips/clips.csv")
 
-max_steps = 80
+max_steps = 120
 log_every = 1
-ckpt_every = 40
+ckpt_every = 60
 
-batch_size = 6
-lr = 1e-3
+batch_size = 4
+lr = 8e-4
 lr_schedule = "cosine"
 adam_betas = (0.9, 0.99)
