@@ -12,7 +12,6 @@ _base_ = ["train.py"]
 dataset = dict(data_path="assets/unseen_clips/clips.csv")
 
 max_steps = 120
-log_every = 1
 ckpt_every = 60
 
 batch_size = 4

@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -23,12 +24,14 @@ from tools.quickstart.__main__ import (
     checkpoints,
     data_options,
     describe,
+    held_out_loss,
     length,
     model_of,
     quickstart,
     read_plan,
     run_folder,
     train,
+    training_config,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -249,3 +252,14 @@ def test_the_figures_stand_next_to_each_other(tmp_path, before):
         f"PSNR to the best frame of its clip {'9.2 dB ' if before else ''}0.0 dB 1.0 dB",
     ]
     assert "scripts/inference.py 'runs/a b' --prompt" in text
+
+
+def test_the_held_out_loss_is_of_captions_that_are_not_trained_on(monkeypatch, repo_root, tmp_path):
+    monkeypatch.chdir(repo_root)
+    cfg = read_plan(RECIPES["pretrained"]).train
+    table = pd.DataFrame({"path": ["a.mp4"], "text": ["a dog"], "text_2": ["a pet"], "paraphrase": ["a hound"]})
+    options = held_out_loss(tmp_path, table, cfg)
+    validated = training_config(RECIPES["pretrained"].train, options)
+    assert (validated.val_every, cfg.max_steps) == (15, 120)
+    captions = pd.read_csv(validated.val_data_path)[list(cfg.dataset["text_columns"])]
+    assert set(captions.to_numpy().ravel()) == {"a hound"}
