@@ -247,7 +247,7 @@ def test_the_figures_stand_next_to_each_other(tmp_path, before):
     text = describe(tmp_path, figures | {"checkpoint": "runs/a b"})
     table = [" ".join(line.split()) for line in text.splitlines()[1:4]]
     assert table == [
-        "before training after after, paraphrases" if before else "after after, paraphrases",
+        "before fine-tuning after after, paraphrases" if before else "after after, paraphrases",
         f"nearest of 27 clips is its own {'5/6 ' if before else ''}0/6 1/6",
         f"PSNR to the best frame of its clip {'9.2 dB ' if before else ''}0.0 dB 1.0 dB",
     ]

@@ -32,7 +32,7 @@ CLIPS = Path("assets/clips/clips.csv")  # what the shipped model was trained on
 UNSEEN_CLIPS = Path("assets/unseen_clips/clips.csv")
 ENCODING, BEFORE, TRAINING, SAMPLING, MEASURING = (
     "encoding",
-    "sampling before training",
+    "sampling before fine-tuning",
     "training",
     "sampling",
     "measuring",
@@ -317,7 +317,7 @@ def describe(run: Path, figures: Mapping[str, Any]) -> str:
     """The result, for the terminal."""
     n, seconds, checkpoint = figures["num_clips"], figures["seconds"], figures["checkpoint"]
     columns = [name for name in ("before", "captions", "paraphrases") if f"{name}_right" in figures]
-    heads = {"before": "before training", "captions": "after", "paraphrases": "after, paraphrases"}
+    heads = {"before": "before fine-tuning", "captions": "after", "paraphrases": "after, paraphrases"}
 
     def row(what: str, values: Sequence[str]) -> str:
         return f"{what:<46}" + "".join(f"{value:>20}" for value in values)

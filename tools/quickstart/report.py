@@ -76,7 +76,7 @@ def _rows(table: pd.DataFrame, clips: list[Tensor], samples: list[Tensor], befor
         caption, paraphrase = (f"CAPTION {table['text'][i]}", f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}")
         groups = [(f"CLIP {table['path'][i]}", clip), (caption, samples[i]), (paraphrase, samples[len(clips) + i])]
         if before:
-            groups.insert(1, (f"BEFORE TRAINING {table['text'][i]}", before[i]))
+            groups.insert(1, (f"BEFORE FINE-TUNING {table['text'][i]}", before[i]))
         rows.append(Row(groups))
     return rows
 
