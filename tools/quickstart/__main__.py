@@ -45,7 +45,7 @@ class Recipe(NamedTuple):
     """The configs of a quickstart.
 
     train: of the training; what it makes is sampled from.
-    minutes: of each part on two idle cores (AMD EPYC); the parts in their order.
+    minutes: roughly, of each part on two idle cores (of an AMD EPYC); the parts in their order.
     inference: samples from the model.
     clips: the table to train on.
     before: of a training before it, which it starts from.
@@ -124,8 +124,14 @@ def quickstart(
     num_clips: int | None = None,
 ) -> dict[str, Any]:
     """Run everything; returns the report that is also written to `<run>/report.json`."""
-    given = {"start": start, "held_out": held_out, "max_steps": max_steps, "num_clips": num_clips}
     recipe = RECIPES[start]
+    given = {
+        "start": start,
+        "config": recipe.train,
+        "held_out": held_out,
+        "max_steps": max_steps,
+        "num_clips": num_clips,
+    }
     parts = Parts(recipe.minutes, as_measured=max_steps is None and num_clips is None)
     print(parts.overview(), flush=True)
     run = run_folder(out, given)
