@@ -31,9 +31,9 @@ from opensora.utils.logging import progress_bar, show_messages
 def main() -> None:
     """Read config and prompts, then make every sample that is not there yet."""
     cfg = parse_config(InferenceConfig, COMPONENTS)
-    world = init_world(cfg.device)
-    if world.is_main and cfg.verbose > 0:
+    if cfg.verbose > 0:
         show_messages()
+    world = init_world(cfg.device)
     try:
         sample(cfg, make_parallel_plan(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel))
     finally:

@@ -4,6 +4,8 @@ For every file, `<save_dir>/<name>.mp4` (or .png) has the original on the left a
 together are in `<save_dir>/sheet.png`, and their PSNR and SSIM on the terminal. tools/eval_vae.py measures more.
 """
 
+import opensora  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP waits)
+
 import logging
 import sys
 from collections.abc import Iterator
@@ -38,13 +40,13 @@ SUFFIXES = (".mp4", ".png")
 def main() -> None:
     """Reconstruct what the config names."""
     cfg = parse_config(VAEInferenceConfig, {"vae": VAES})
+    show_messages()
     world = init_world(cfg.device)
     if world.size > 1:
         raise UserError(
             "inference_vae.py works in one process, and each of several would write the same files: run it without torchrun."
         )
     device = world.device
-    show_messages()
     make_writable(cfg.save_dir, "save_dir")
     files = sources(cfg)
     refuse_replacing(files, Path(cfg.save_dir))

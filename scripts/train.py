@@ -1,5 +1,7 @@
 """Train a denoiser: `python scripts/train.py CONFIG [--field value ...]`, or the same under torchrun."""
 
+import opensora  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP waits)
+
 import logging
 import os
 import sys
@@ -90,11 +92,10 @@ def main() -> None:
     """Build what the config names, then train."""
     cfg, notes = fit_to_machine(parse_config(TrainConfig, COMPONENTS), sys.argv[1:])
     limit_s = cfg.step_timeout_min * 60
+    show_messages()
     world = init_world(cfg.device, cfg.sp_size, collective_timeout(limit_s))
-    if world.is_main:
-        show_messages()
-        for note in notes:
-            logger.info(note)
+    for note in notes:
+        logger.info(note)
     try:
         same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)

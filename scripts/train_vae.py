@@ -4,6 +4,8 @@ Ends with `<run>/vae`: the EMA weights with measured latent statistics, in diffu
 says how to set it up.
 """
 
+import opensora  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP waits)
+
 import json
 import logging
 import math
@@ -78,9 +80,8 @@ def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(VAETrainConfig, COMPONENTS)
     limit_s = cfg.step_timeout_min * 60
+    show_messages()
     world = init_world(cfg.device, timeout=collective_timeout(limit_s))
-    if world.is_main:
-        show_messages()
     try:
         same_settings(cfg)
         check_exist(data_path=cfg.dataset.get("data_path"), eval_data_path=cfg.eval_data_path)

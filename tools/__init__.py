@@ -1,1 +1,3 @@
 """Tools around the library: caches, documentation, benchmarks, the quickstart."""
+
+import opensora  # before torch: it sets how OpenMP waits

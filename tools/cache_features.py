@@ -90,6 +90,7 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
     if (Path(folder) / "manifest.json").exists():
         warnings.warn(f"{folder} also holds files of an older format, which nothing reads: delete manifest.json and the "
                       "*.safetensors next to it.", stacklevel=2)  # fmt: skip
+    show_messages()
     world = init_world(cfg.device, timeout=timedelta(days=7))  # others may have longer clips, and more left to do
     job = Job(Path(folder), world, shard_bytes=round(args.shard_mb * 2**20))
     done: dict[str, Counts] = {}

@@ -1,4 +1,4 @@
-"""Fine-tune the shipped small STDiT on the repository's clips: what `make quickstart` does, 2 CPU cores, minutes.
+"""Train the shipped small STDiT further on the 21 clips that it was trained on; the base of the other configs here. 2 CPU cores, minutes.
 
 python -m tools.cache_features configs/quickstart/train.py
 python scripts/train.py configs/quickstart/train.py

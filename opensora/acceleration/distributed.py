@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.utils.errors import UserError
+from opensora.utils.threads import limit_cpu_threads
 
 T = TypeVar("T")
 STEP_TIMEOUT = timedelta(minutes=30)
@@ -55,7 +56,7 @@ class World:
 
 
 def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP_TIMEOUT) -> World:
-    """Join the processes of torchrun (NCCL on GPUs, gloo on CPUs), or be the only one.
+    """Join the processes of torchrun (NCCL on GPUs, gloo on CPUs), or be the only one; set the threads of a CPU.
 
     Args:
         device: "cpu", "cuda", or "auto" = a GPU if there is one.
@@ -82,6 +83,8 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
     if use_cuda:
         prefer_expandable_segments()
         torch.cuda.set_device(own)
+    else:
+        limit_cpu_threads()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group(timeout=timeout, **_backend(own))
     several = dist.is_initialized()

@@ -217,7 +217,7 @@ class Meter(StepMeter):
         return Reading(steps, figures, named)
 
     def epoch_table(self, epoch: int) -> str:
-        """Once `epoch` is another than in the call before: the table of all buckets since then; else nothing.
+        """Once `epoch` is another than in the call before: the table of all buckets since then, or a line where there are none; else nothing.
 
         It is as of the last reading, so that a few steps of the new epoch may be in it.
         """
@@ -225,15 +225,17 @@ class Meter(StepMeter):
         first, last = self._epoch_steps
         if before == epoch or not first:
             return ""
-        lines = [
-            f"epoch {before}, steps {first} to {last}:",
-            f"  {'bucket':<18} {'samples':>9} {'loss':>9} {'s/batch':>9}",
-        ]
-        names = ["x".join(map(str, size)) for size in self.sizes] or ["all"]
-        for name, (loss, samples, batches, took) in zip(names, self._epoch.T.tolist(), strict=True):
+        lines = [f"epoch {before}, steps {first} to {last}:"]
+        names = ["x".join(map(str, size)) for size in self.sizes]
+        if names:
+            lines.append(f"  {'bucket':<18} {'samples':>9} {'loss':>9} {'s/batch':>9}")
+        for name, (loss, samples, batches, took) in zip(names or ["all"], self._epoch.T.tolist(), strict=True):
             if samples:
                 s_per_batch = f"{took / batches:.3f}" if batches else "-"
-                lines.append(f"  {name:<18} {samples:>9.0f} {loss / samples:>9.4f} {s_per_batch:>9}")
+                if names:
+                    lines.append(f"  {name:<18} {samples:>9.0f} {loss / samples:>9.4f} {s_per_batch:>9}")
+                else:  # one line: an epoch of a few clips is a few steps
+                    lines[0] += f" {samples:.0f} samples, loss {loss / samples:.4f}, {s_per_batch} s/batch"
         self._epoch_steps = 0, 0
         self._epoch.zero_()
         return "\n".join(lines)

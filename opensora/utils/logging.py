@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,10 +25,12 @@ LINE = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
 
 
 def show_messages() -> None:
-    """Show the messages of the logger "opensora" (INFO and above) on the terminal. Called by the main process only.
+    """Show the messages of the logger "opensora" (INFO and above) on the terminal, in the main process alone.
 
     The lines of a `RunLog` are shown by itself.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return
     logger = logging.getLogger("opensora")
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler, _Terminal) for handler in logger.handlers):

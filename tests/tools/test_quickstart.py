@@ -54,8 +54,15 @@ def test_contact_sheet_shows_the_frames(tmp_path):
     assert [int(pixels[50, 6 + 24 * i + 12, 0]) for i in range(3)] == [0, 128, 255]
 
 
-def test_loss_curve_joins_a_run_and_its_continuation(tmp_path):
+@pytest.mark.parametrize("held_out", [True, False])
+def test_loss_curve_joins_a_run_and_its_continuation(tmp_path, held_out):
     for name, steps in (("a", (1, 2, 3)), ("b", (3, 4))):
-        (tmp_path / name).write_text("\n".join(json.dumps({"step": s, "loss": 1 / s}) for s in steps) + "\n")
+        entries = [{"step": s, "loss": 1 / s} for s in steps] + [
+            {"step": s, "val/loss": 0.5} for s in steps if held_out
+        ]
+        (tmp_path / name).write_text("\n".join(json.dumps(entry) for entry in entries) + "\n")
     loss_curve([tmp_path / "a", tmp_path / "b"], tmp_path / "loss.png")
-    assert Image.open(tmp_path / "loss.png").size == (840, 480)
+    pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB"))
+    assert pixels.shape == (480, 840, 3)
+    assert (pixels == (31, 119, 180)).all(2).any()  # the moving average
+    assert (pixels == (255, 127, 14)).all(2).any() == held_out

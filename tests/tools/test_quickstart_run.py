@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -14,15 +15,24 @@ import tools.quickstart.report
 from opensora.utils.errors import UserError
 from tests.conftest import start_ranks
 from tools.quickstart.__main__ import (
+    CLIPS,
+    ENCODING,
+    MEASURING,
     RECIPES,
+    SAMPLING,
+    TRAINING,
+    Parts,
     checkpoints,
     data_options,
+    describe,
+    held_out_loss,
     length,
     model_of,
     quickstart,
     read_plan,
     run_folder,
     train,
+    training_config,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +61,8 @@ def finished(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.chdir(ROOT)
     patch.setattr(tools.quickstart.__main__, "command", command)
+    # on clips that the shipped model knows, so that two steps leave samples to measure
+    patch.setitem(RECIPES, "pretrained", RECIPES["pretrained"]._replace(clips=CLIPS.resolve()))
     out = tmp_path_factory.mktemp("quickstart")
     try:
         yield out, quickstart("pretrained", out, max_steps=2, num_clips=3)
@@ -61,11 +73,15 @@ def finished(tmp_path_factory):
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_samples_show_what_their_prompts_say(finished):
+def test_samples_are_measured_before_and_after_training(finished):
     _, figures = finished
-    assert figures["captions_right"] == 3
+    assert figures["num_candidates"] == 6
+    assert figures["before_right"] == figures["captions_right"] == 3
     assert figures["paraphrases_right"] >= 2
-    assert figures["captions_psnr"] > 20  # unrelated clips of this set are 8 to 12 dB apart
+    assert figures["before_psnr"] != figures["captions_psnr"]
+    assert (
+        min(figures["before_psnr"], figures["captions_psnr"]) > 20
+    )  # unrelated clips of this set are 8 to 12 dB apart
     assert figures["vae_psnr"] > figures["captions_psnr"]
 
 
@@ -74,6 +90,7 @@ def test_it_leaves_what_it_promises(finished):
     out, figures = finished
     run = out / "000-pretrained"
     assert len(list((run / "samples").glob("*.mp4"))) == 6
+    assert len(list((run / "samples_before").glob("*.mp4"))) == 3
     for name in ("contact_sheet.png", "loss.png", "clips.csv"):
         assert (run / name).stat().st_size > 1000
     assert json.loads((run / "report.json").read_text())["checkpoint"] == figures["checkpoint"]
@@ -123,14 +140,14 @@ def test_other_options_leave_an_interrupted_run_as_it_is_and_come_to_their_end(m
     with pytest.raises(KeyboardInterrupt):
         quickstart("pretrained", tmp_path, max_steps=2, num_clips=2)
     before = {path: path.read_bytes() for path in (tmp_path / "000-pretrained").iterdir()}
-    assert {path.name for path in before} == {"clips.csv", "prompts.csv", "options.json"}
+    assert {path.name for path in before} == {"clips.csv", "prompts_samples_before.csv", "options.json"}
     with pytest.raises(KeyboardInterrupt):
         quickstart("pretrained", tmp_path, held_out="blind")
     assert {path: path.read_bytes() for path in (tmp_path / "000-pretrained").iterdir()} == before
     monkeypatch.setattr(tools.quickstart.__main__, "command", lambda *_: None)
     quickstart("pretrained", tmp_path, held_out="blind")
     assert (tmp_path / "001-pretrained" / "report.json").is_file()
-    assert places == [f"--save-dir={tmp_path / number / 'samples'}" for number in ("000-pretrained", "001-pretrained")]
+    assert places == [f"--save-dir={tmp_path / f'{number}-pretrained' / 'samples_before'}" for number in ("000", "001")]
 
 
 @pytest.mark.multiprocess
@@ -139,7 +156,11 @@ def test_other_options_leave_an_interrupted_run_as_it_is_and_come_to_their_end(m
 def test_training_goes_on_from_the_last_checkpoint(finished):
     out, _ = finished
     run = out / "000-pretrained"
-    last = train(RECIPES["pretrained"].train, run / "runs", [*data_options(run, out), "--max-steps=3"])
+    last = train(
+        RECIPES["pretrained"].train,
+        run / "runs",
+        [*data_options(run, out, RECIPES["pretrained"].clips.parent), "--max-steps=3"],
+    )
     assert last.name == "epoch3-global_step3"
     assert [folder.name for folder in sorted((run / "runs").iterdir())] == ["000-STDiT-XS-2", "001-STDiT-XS-2"]
     assert "resumed" in (run / "runs" / "001-STDiT-XS-2" / "log.txt").read_text()
@@ -205,3 +226,47 @@ def test_nova_learns_images_and_goes_on_with_videos(tmp_path, monkeypatch, repo_
     assert len(list((run / "samples").glob("*.mp4"))) == len(list((run / "images").glob("*.png"))) == 6
     assert (run / "images.png").stat().st_size > 1000
     assert 0 <= figures["images_captions_right"] <= 3
+
+
+def test_it_says_what_comes_and_what_is_left(capsys):
+    parts = Parts({"encoding": 0.5, "training": 3}, as_measured=True)
+    assert parts.overview() == "2 parts, about 4 minutes on two idle CPU cores: encoding 0.5, training 3"
+    with parts("training"):
+        pass
+    assert "2/2 training, about 3 min" in capsys.readouterr().out
+    assert parts.seconds.keys() == {"training"}
+    fewer = Parts({"encoding": 0.5, "training": 3}, as_measured=False)
+    with fewer("encoding"):
+        pass
+    assert "min" not in fewer.overview() + capsys.readouterr().out
+
+
+def test_every_recipe_says_its_minutes():
+    for recipe in RECIPES.values():
+        assert {ENCODING, TRAINING, SAMPLING, MEASURING} <= recipe.minutes.keys()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_figures_stand_next_to_each_other(tmp_path, before):
+    figures = {f"{name}_{what}": i for i, name in enumerate(("captions", "paraphrases")) for what in ("right", "psnr")}
+    figures |= {"num_clips": 6, "num_candidates": 27, "vae_psnr": 28.0, "seconds": {"training": 61.4}}
+    figures |= {"before_right": 5, "before_psnr": 9.25} if before else {}
+    text = describe(tmp_path, figures | {"checkpoint": "runs/a b"})
+    table = [" ".join(line.split()) for line in text.splitlines()[1:4]]
+    assert table == [
+        "before fine-tuning after after, paraphrases" if before else "after after, paraphrases",
+        f"nearest of 27 clips is its own {'5/6 ' if before else ''}0/6 1/6",
+        f"PSNR to the best frame of its clip {'9.2 dB ' if before else ''}0.0 dB 1.0 dB",
+    ]
+    assert "scripts/inference.py 'runs/a b' --prompt" in text
+
+
+def test_the_held_out_loss_is_of_captions_that_are_not_trained_on(monkeypatch, repo_root, tmp_path):
+    monkeypatch.chdir(repo_root)
+    cfg = read_plan(RECIPES["pretrained"]).train
+    table = pd.DataFrame({"path": ["a.mp4"], "text": ["a dog"], "text_2": ["a pet"], "paraphrase": ["a hound"]})
+    options = held_out_loss(tmp_path, table, cfg)
+    validated = training_config(RECIPES["pretrained"].train, options)
+    assert (validated.val_every, cfg.max_steps) == (15, 120)
+    captions = pd.read_csv(validated.val_data_path)[list(cfg.dataset["text_columns"])]
+    assert set(captions.to_numpy().ravel()) == {"a hound"}

@@ -123,6 +123,16 @@ def test_the_table_of_an_epoch():
             assert len(table.splitlines()) == 3
 
 
+def test_an_epoch_without_buckets_is_one_line():
+    meter = Meter(ALONE, build("STDiT"))
+    for step in meter.data_wait([1, 2]):
+        take(meter, step, SIZES[0], 2, float(step))
+        meter.read()
+    line = meter.epoch_table(epoch=1)
+    assert line.startswith("epoch 0, steps 1 to 2: 4 samples, loss 1.5000, ")
+    assert len(line.splitlines()) == 1
+
+
 @pytest.mark.multiprocess
 def test_figures_of_two_processes(spawn, tmp_path):
     spawn(check_two, 2, tmp_path)

@@ -3,10 +3,14 @@
     python -m tools.quickstart [--from pretrained|scratch|nova]
 
 Every part is one of the commands a user would type; each is printed before it runs. A run that was interrupted is
-continued from its last checkpoint, when the same options are given again; with others a new one begins.
+continued from its last checkpoint, when the same options are given again; with others a new one begins. The shipped model is
+fine-tuned on clips that it was not trained on (assets/unseen_clips), and is also sampled from before; the models that begin
+from nothing are trained on the 21 clips (assets/clips) that the shipped one was trained on.
 """
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 import time
@@ -24,7 +28,16 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from tools.command import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIPS = Path("assets/clips/clips.csv")
+CLIPS = Path("assets/clips/clips.csv")  # what the shipped model was trained on
+UNSEEN_CLIPS = Path("assets/unseen_clips/clips.csv")
+ENCODING, BEFORE, TRAINING, SAMPLING, MEASURING = (
+    "encoding",
+    "sampling before fine-tuning",
+    "training",
+    "sampling",
+    "measuring",
+)
+VALIDATIONS = 8  # in a training: points of the held-out loss
 OPTIONS = "options.json"  # in a run's folder: what it was started with
 
 
@@ -32,6 +45,9 @@ class Recipe(NamedTuple):
     """The configs of a quickstart.
 
     train: of the training; what it makes is sampled from.
+    minutes: roughly, of each part on two idle cores (of an AMD EPYC); the parts in their order.
+    inference: samples from the model.
+    clips: the table to train on.
     before: of a training before it, which it starts from.
     images: sample images too, of one frame.
     bf16_steps: where the CPU has bf16 arithmetic, train in bf16 and take so many times the configs' steps: it takes as long.
@@ -39,17 +55,24 @@ class Recipe(NamedTuple):
     """
 
     train: str
+    minutes: Mapping[str, float]
     inference: str = "configs/quickstart/inference.py"
+    clips: Path = CLIPS
     before: str | None = None
     images: bool = False
     bf16_steps: float | None = None
 
 
 RECIPES = {
-    "pretrained": Recipe("configs/quickstart/train.py"),
-    "scratch": Recipe("configs/quickstart/scratch.py"),
+    "pretrained": Recipe(
+        "configs/quickstart/finetune.py",
+        {ENCODING: 0.5, BEFORE: 0.5, TRAINING: 3, SAMPLING: 1, MEASURING: 0.5},
+        clips=UNSEEN_CLIPS,
+    ),
+    "scratch": Recipe("configs/quickstart/scratch.py", {ENCODING: 1, TRAINING: 11, SAMPLING: 1.5, MEASURING: 0.5}),
     "nova": Recipe(
         "configs/quickstart/nova.py",
+        {ENCODING: 1, TRAINING: 14, SAMPLING: 0.5, MEASURING: 0.5},
         "configs/quickstart/inference_nova.py",
         before="configs/quickstart/nova_images.py",
         images=True,
@@ -85,7 +108,7 @@ def main() -> None:
         default="paraphrase",
         help="captions never trained on: written with the others at hand, or by someone who saw only the clips",
     )
-    parser.add_argument("--num-clips", type=int, help="use only the first clips of the table")
+    parser.add_argument("--num-clips", type=int, help="use only the first clips of each table")
     args = parser.parse_args()
     if missing := [name for name in ("configs", "scripts", "assets/clips") if not Path(name).is_dir()]:
         raise UserError(f"run this in the repository's root: there is no {missing[0]}/ in {Path.cwd()}.")
@@ -101,41 +124,58 @@ def quickstart(
     num_clips: int | None = None,
 ) -> dict[str, Any]:
     """Run everything; returns the report that is also written to `<run>/report.json`."""
-    given = {"start": start, "held_out": held_out, "max_steps": max_steps, "num_clips": num_clips}
-    run, seconds = run_folder(out, given), Seconds()
     recipe = RECIPES[start]
+    given = {
+        "start": start,
+        "config": recipe.train,
+        "held_out": held_out,
+        "max_steps": max_steps,
+        "num_clips": num_clips,
+    }
+    parts = Parts(recipe.minutes, as_measured=max_steps is None and num_clips is None)
+    print(parts.overview(), flush=True)
+    run = run_folder(out, given)
     plan = read_plan(recipe, length(recipe, recipe.train, max_steps))
-    table = pd.read_csv(CLIPS, keep_default_na=False)[:num_clips]
+    table = pd.read_csv(recipe.clips, keep_default_na=False)[:num_clips]
     table["paraphrase"] = table[held_out]
     table.to_csv(run / "clips.csv", index=False)
-    data = data_options(run, out)
+    data = data_options(run, out, recipe.clips.parent)
+    captions, paraphrases = list(table["text"]), list(table["paraphrase"])
 
-    with seconds("latents of the clips"):
+    def sample(name: str, texts: list[str], *options: str) -> None:
+        prompts = run / f"prompts_{name}.csv"
+        pd.DataFrame({"text": texts}).to_csv(prompts, index=False)
+        folder = f"--save-dir={run / name}"
+        command("scripts/inference.py", recipe.inference, folder, f"--prompt-path={prompts}", *options)
+
+    with parts(ENCODING):
         command("-m", "tools.cache_features", recipe.train, *data)
-    with seconds("training"):
+    if BEFORE in recipe.minutes:
+        with parts(BEFORE):
+            sample("samples_before", captions)
+    with parts(TRAINING):
         start_from = []
         if recipe.before is not None:
             before = train(recipe.before, run / "before", [*data, *length(recipe, recipe.before, max_steps)])
             start_from = [f"--ckpt-path={before}"]
-        options = [*data, *length(recipe, recipe.train, max_steps), *start_from]
+        options = [*data, *length(recipe, recipe.train, max_steps), *start_from, *held_out_loss(run, table, plan.train)]
         checkpoint = train(recipe.train, run / "runs", options)
-    with seconds("sampling"):
-        prompts = write_prompts(table, run / "prompts.csv")
-        options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", *model_of(plan)]
-        command("scripts/inference.py", recipe.inference, f"--save-dir={run / 'samples'}", *options)
+    with parts(SAMPLING):
+        trained = [f"--ckpt-path={checkpoint}", *model_of(plan)]
+        sample("samples", captions + paraphrases, *trained)
         if recipe.images:
-            command(
-                "scripts/inference.py", recipe.inference, f"--save-dir={run / 'images'}", "--num-frames=1", *options
-            )
-    with seconds("measuring"):
+            sample("images", captions + paraphrases, "--num-frames=1", *trained)
+    with parts(MEASURING):
         from tools.quickstart.report import report, report_images
 
-        figures = report(run, table, CLIPS.parent, plan.inference, plan.train.frame_interval)
+        others = [] if recipe.clips == CLIPS else [CLIPS.parent / p for p in pd.read_csv(CLIPS)["path"][:num_clips]]
+        root, frame_interval = recipe.clips.parent, plan.train.frame_interval
+        figures = report(run, table, root, plan.inference, frame_interval, others)
         if recipe.images:
-            figures |= report_images(run, table, CLIPS.parent, plan.inference)
-    figures |= {"start": start, "checkpoint": str(checkpoint), "seconds": seconds.by_part}
+            figures |= report_images(run, table, root, plan.inference)
+    figures |= {"start": start, "checkpoint": str(checkpoint), "seconds": parts.seconds}
     (run / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(describe(run, figures, recipe))
+    print(describe(run, figures))
     return figures
 
 
@@ -165,13 +205,23 @@ def options_of(run: Path) -> dict[str, Any] | None:
         return None
 
 
-def data_options(run: Path, out: Path) -> list[str]:
-    """Overrides that point a config to the run's own table and to the cache that all runs share."""
+def data_options(run: Path, out: Path, root: Path) -> list[str]:
+    """Overrides that point a config to the run's own table of clips in `root`, and to the cache that all runs share."""
     return [
         f"--data-path={run / 'clips.csv'}",
-        f"--dataset.root={CLIPS.parent}",
+        f"--dataset.root={root}",
         f"--dataset.cache_dir={out / 'cache'}",
     ]
+
+
+def held_out_loss(run: Path, table: pd.DataFrame, cfg: TrainConfig) -> list[str]:
+    """Overrides that take the loss of the clips with their held-out captions a few times in the training, at fixed noise."""
+    assert cfg.max_steps is not None, "checked"
+    table.assign(**dict.fromkeys(cfg.dataset["text_columns"], table["paraphrase"])).to_csv(
+        run / "held_out.csv", index=False
+    )
+    every = max(cfg.max_steps // VALIDATIONS, 1)
+    return [f"--val-data-path={run / 'held_out.csv'}", f"--val-every={every}", "--val-num-timesteps=2"]
 
 
 def train(config: str, outputs: Path, options: Sequence[str]) -> Path:
@@ -232,12 +282,6 @@ def model_of(plan: Plan) -> list[str]:
     return [f"--model.{key}={value}" for key, value in different.items()]
 
 
-def write_prompts(table: pd.DataFrame, path: Path) -> Path:
-    """One table of prompts: every clip's caption, then every clip's held-out paraphrase."""
-    pd.DataFrame({"text": [*table["text"], *table["paraphrase"]]}).to_csv(path, index=False)
-    return path
-
-
 def command(*args: str) -> None:
     """Run one of the repository's commands with this Python, showing it; stop if it fails."""
     print(f"\n$ python {' '.join(args)}", flush=True)
@@ -246,41 +290,72 @@ def command(*args: str) -> None:
         sys.exit(done.returncode)
 
 
-class Seconds:
-    """Wall-clock seconds of each part."""
+class Parts:
+    """The parts of a quickstart: says which begins and how long it takes, and measures it.
 
-    def __init__(self) -> None:
-        self.by_part: dict[str, float] = {}
+    Args:
+        minutes: of each part, in order.
+        as_measured: nothing was left out that `minutes` counts.
+    """
+
+    def __init__(self, minutes: Mapping[str, float], *, as_measured: bool) -> None:
+        self.minutes, self.as_measured = minutes, as_measured
+        self.seconds: dict[str, float] = {}
+
+    def overview(self) -> str:
+        """What comes, and how long it takes."""
+        if not self.as_measured:
+            return f"{len(self.minutes)} parts: {', '.join(self.minutes)}"
+        parts = ", ".join(f"{part} {minutes:g}" for part, minutes in self.minutes.items())
+        total = round(sum(self.minutes.values()))
+        return f"{len(self.minutes)} parts, about {total} minutes on two idle CPU cores: {parts}"
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
+        about = f", about {self.minutes[part]:g} min" if self.as_measured else ""
+        print(f"\n=== {list(self.minutes).index(part) + 1}/{len(self.minutes)} {part}{about}", flush=True)
         started = time.monotonic()
         yield
-        self.by_part[part] = round(time.monotonic() - started, 1)
+        self.seconds[part] = round(time.monotonic() - started, 1)
 
 
-def describe(run: Path, figures: dict[str, Any], recipe: Recipe) -> str:
+def describe(run: Path, figures: Mapping[str, Any]) -> str:
     """The result, for the terminal."""
-    n, seconds = figures["num_clips"], figures["seconds"]
-    images = ""
-    if recipe.images:
-        right = [f"{figures[f'images_{name}_right']}/{n} for {name}" for name in ("captions", "paraphrases")]
-        images = f"\nA image's nearest frame is of its own clip:\n  {', '.join(right)}"
+    n, seconds, checkpoint = figures["num_clips"], figures["seconds"], figures["checkpoint"]
+    columns = [name for name in ("before", "captions", "paraphrases") if f"{name}_right" in figures]
+    heads = {"before": "before fine-tuning", "captions": "after", "paraphrases": "after, paraphrases"}
+
+    def row(what: str, values: Sequence[str]) -> str:
+        return f"{what:<46}" + "".join(f"{value:>20}" for value in values)
+
+    rows = [
+        row("", [heads[name] for name in columns]),
+        row(
+            f"nearest of {figures['num_candidates']} clips is its own",
+            [f"{figures[f'{c}_right']}/{n}" for c in columns],
+        ),
+        row("PSNR to the best frame of its clip", [f"{figures[f'{c}_psnr']:.1f} dB" for c in columns]),
+    ]
+    if "images_captions_right" in figures:
+        rows.append(
+            row("an image's nearest frame is of its own clip", [f"{figures[f'images_{c}_right']}/{n}" for c in columns])
+        )
     times = ", ".join(f"{part} {value:.0f}" for part, value in seconds.items())
+    python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else "python"
     return f"""
-The sample's nearest clip is its own, among {n}:
-  {figures["captions_right"]}/{n} for captions seen in training, {figures["paraphrases_right"]}/{n} for paraphrases never seen{images}
-PSNR of a sample's frames to the best frame of its clip (the VAE alone reaches {figures["vae_psnr"]:.1f} dB):
-  {figures["captions_psnr"]:.1f} dB for captions, {figures["paraphrases_psnr"]:.1f} dB for paraphrases
+{chr(10).join(rows)}
+The samples are of the clips' captions, and of paraphrases that were never trained on. The VAE alone reaches {figures["vae_psnr"]:.1f} dB.
 Seconds: {times}; {sum(seconds.values()):.0f} in all
 
 Look at
-  {run / "contact_sheet.png"}   source clips next to samples
-  {run / "samples"}             one mp4 for each prompt
-  {run / "loss.png"}            the loss curve
-  {figures["checkpoint"]}
-Try your own prompt:
-  .venv/bin/python scripts/inference.py {recipe.inference} --ckpt-path {figures["checkpoint"]} --save-dir samples --prompt "..."
+  {run / "contact_sheet.png"}   clips next to samples
+  {run / "samples"}   one mp4 for each prompt
+  {run / "loss.png"}   the loss in training, and of the held-out captions
+  {checkpoint}   the checkpoint
+Next
+  {python} scripts/inference.py {shlex.quote(checkpoint)} --prompt "..."   samples another prompt
+  {python} -m tools.demo {shlex.quote(checkpoint)}   samples in a browser
+  {python} -m tools.finetune FOLDER   fine-tunes on your own clips
 """
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -38,23 +39,31 @@ def contact_sheet(rows: Sequence[Row], path: Path, frames_per_group: int = 3) ->
 
 
 def loss_curve(metrics: Sequence[Path], path: Path) -> None:
-    """Plot the loss over steps from the `metrics.jsonl` files of a run and of its continuations."""
+    """Plot the losses over steps from the `metrics.jsonl` files of a run and of its continuations: every point of the training
+    loss and their moving average, and the held-out loss, whose noise and timesteps are the same each time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    loss = {}
+    found: dict[str, dict[int, float]] = {"loss": {}, "val/loss": {}}
     for file in metrics:
         for line in file.read_text().splitlines():
             entry = json.loads(line)
-            loss[entry["step"]] = entry["loss"]
-    steps = sorted(loss)
+            for name in found.keys() & entry.keys():
+                found[name][entry["step"]] = entry[name]  # of a step that was taken again, the later
+    loss, held_out = (pd.Series(values, dtype=float).sort_index() for values in found.values())
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(steps, [loss[step] for step in steps], marker="." if len(steps) < 60 else None)
-    axes.set(xlabel="optimizer step", ylabel="training loss", title="loss, mean since the last point")
+    axes.plot(loss, ".", color="tab:blue", alpha=0.5, markersize=5, label="training")
+    axes.plot(
+        loss.ewm(span=max(len(loss) / 8, 2)).mean(), color="tab:blue", linewidth=2, label="training, moving average"
+    )
+    if len(held_out):
+        axes.plot(held_out, "o-", color="tab:orange", label="held-out captions, EMA weights")
+    axes.set(xlabel="optimizer step", ylabel="loss (mean squared error of the prediction)")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
+    axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -1,5 +1,6 @@
 """What the quickstart's samples are worth: figures, a contact sheet, the loss curve."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from tools.quickstart.images import Row, contact_sheet, loss_curve
 from tools.quickstart.measure import best_frame_psnr, nearest, psnr
 
 
-def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, frame_interval: int) -> dict[str, Any]:
-    """Measure the samples in `run/samples`, write `contact_sheet.png` and `loss.png`, return the figures.
+def report(
+    run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, frame_interval: int, others: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Measure the samples in `run/samples`, and in `run/samples_before` if it is there, which were made before the training.
+
+    Writes `contact_sheet.png` and `loss.png`, and returns the figures.
 
     Args:
         run: folder of the quickstart run.
@@ -27,30 +32,26 @@ def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, fra
         root: folder that the paths are relative to.
         cfg: what the samples were made with.
         frame_interval: source frames from one frame of a sample to the next, as trained.
+        others: clips that were not trained on, and that a sample can be nearest to.
     """
     size = video_size(cfg, build_module(cfg.vae, MODELS))
     clips = [read_clip(root / path, size.image_size) for path in table["path"]]  # each [3, T, H, W]
+    candidates, n = clips + [read_clip(path, size.image_size) for path in others], len(clips)
     samples = [read_clip(path, size.image_size) for path in sorted((run / "samples").glob("*.mp4"))]
-    n = len(clips)
     if len(samples) != 2 * n:
         raise RuntimeError(f"{len(samples)} samples in {run / 'samples'} for {n} captions and {n} paraphrases")
-    own = [*range(n), *range(n)]
-    right = [nearest(sample, clips, frame_interval) == i for sample, i in zip(samples, own, strict=True)]
-    near = [best_frame_psnr(sample, clips[i]) for sample, i in zip(samples, own, strict=True)]
+    before = [read_clip(path, size.image_size) for path in sorted((run / "samples_before").glob("*.mp4"))]
+    figures: dict[str, Any] = {"num_clips": n, "num_candidates": len(candidates), "wrong": []}
+    for name, group in (("before", before), ("captions", samples[:n]), ("paraphrases", samples[n:])):
+        if group:
+            right = [nearest(sample, candidates, frame_interval) == i for i, sample in enumerate(group)]
+            near = [best_frame_psnr(sample, clip) for sample, clip in zip(group, clips, strict=True)]
+            figures |= {f"{name}_right": sum(right), f"{name}_psnr": sum(near) / n}
+            figures["wrong"] += [f"{path}: {name}" for path, ok in zip(table["path"], right, strict=True) if not ok]
     window = frames_needed(size.num_frames, frame_interval)
-    contact_sheet(_rows(table, [clip[:, :window] for clip in clips], samples), run / "contact_sheet.png")
+    contact_sheet(_rows(table, [clip[:, :window] for clip in clips], samples, before), run / "contact_sheet.png")
     loss_curve(sorted((run / "runs").glob("*/metrics.jsonl")), run / "loss.png")
-    return {
-        "num_clips": n,
-        "captions_right": sum(right[:n]),
-        "paraphrases_right": sum(right[n:]),
-        "captions_psnr": sum(near[:n]) / n,
-        "paraphrases_psnr": sum(near[n:]) / n,
-        "vae_psnr": vae_psnr(cfg, clips),
-        "wrong": [
-            f"{table['path'][i]}: {'caption' if k < n else 'paraphrase'}" for k, i in enumerate(own) if not right[k]
-        ],
-    }
+    return figures | {"vae_psnr": vae_psnr(cfg, clips)}
 
 
 def report_images(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig) -> dict[str, int]:
@@ -69,11 +70,13 @@ def report_images(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConf
     return {"images_captions_right": sum(right[:n]), "images_paraphrases_right": sum(right[n:])}
 
 
-def _rows(table: pd.DataFrame, clips: list[Tensor], samples: list[Tensor]) -> list[Row]:
+def _rows(table: pd.DataFrame, clips: list[Tensor], samples: list[Tensor], before: Sequence[Tensor] = ()) -> list[Row]:
     rows = []
     for i, clip in enumerate(clips):
         caption, paraphrase = (f"CAPTION {table['text'][i]}", f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}")
         groups = [(f"CLIP {table['path'][i]}", clip), (caption, samples[i]), (paraphrase, samples[len(clips) + i])]
+        if before:
+            groups.insert(1, (f"BEFORE FINE-TUNING {table['text'][i]}", before[i]))
         rows.append(Row(groups))
     return rows
 
