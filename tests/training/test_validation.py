@@ -435,7 +435,6 @@ def test_settings_that_contradict(tmp_path, changes, words):
     ("changes", "words"),
     [
         ({"val_every": 0}, "has no effect without val_every"),
-        ({"val_prompts": None}, "val_scheduler"),
         ({"val_data_path": None}, "val_num_samples=5 has no effect without val_data_path"),
     ],
 )

@@ -22,7 +22,7 @@ import pandas as pd
 
 from opensora.datasets.image_folder import class_folders
 from opensora.datasets.table.files import read_frame, table_format
-from opensora.datasets.table.folder import SHOWN_REASONS, find_files, read_captions
+from opensora.datasets.table.folder import SHOWN_REASONS, SIDECARS, find_files, read_captions
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, TooFewFrames
 from opensora.datasets.video.read_video import read_frames
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -137,7 +137,8 @@ def convert_captioned(folder: Path, args: argparse.Namespace) -> Made:
     frame = pd.DataFrame(
         {name: pd.Series(list(cells), dtype=types[name]) for name, cells in zip(types, columns, strict=True)}
     )
-    return frame, found.left_out
+    sidecars = {f".{kind} files": 0 for kind in SIDECARS}
+    return frame, Counter({**found.left_out, **sidecars})
 
 
 def decoded(path: Path) -> Measured:
