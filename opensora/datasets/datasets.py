@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opensora.datasets.sampler import SampleKey
+from opensora.datasets.table.files import SHOWN_ROWS
 from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, has_extension, read_table
 from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.files import (
@@ -148,7 +149,17 @@ class ClipRows:
         if self.short_clips == "error" or number == left:
             advice = f"{remedy} Or leave such rows out with dataset.short_clips='drop'."
             raise complain_about_rows(self.table, np.flatnonzero(bad).tolist(), what, advice)
-        logger.warning("%s: %d of %d rows are dropped: they %s.", self.table.source, number, len(self.table), what)
+        names = ", ".join(map(self.table.name, np.flatnonzero(bad)[:SHOWN_ROWS].tolist()))
+        more = f" and {number - SHOWN_ROWS} more" if number > SHOWN_ROWS else ""
+        logger.warning(
+            "%s: %d of %d rows are dropped: they %s (%s%s).",
+            self.table.source,
+            number,
+            len(self.table),
+            what,
+            names,
+            more,
+        )
         self.dropped[reason] = (number, remedy)
 
 
