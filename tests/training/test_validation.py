@@ -441,6 +441,7 @@ def test_settings_that_contradict(tmp_path, changes, words):
 def test_settings_that_do_nothing(tmp_path, caplog, changes, words):
     config_from_dict(TrainConfig, {**values(tmp_path), **changes}, COMPONENTS)
     assert words in caplog.text
+    assert "val_scheduler" not in caplog.text  # a checkpoint is sampled from with it
 
 
 def test_no_clip_at_all():
