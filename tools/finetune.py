@@ -53,7 +53,10 @@ COLUMNS = 4  # frames of a clip in the contact sheet of samples
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=sys.argv[0] if sys.argv[0].startswith("opensora ") else "python -m tools.finetune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="videos and images with captions")
     parser.add_argument(
@@ -61,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="where everything goes (outputs/finetune/FOLDER-MODEL)")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the config's")
-    parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 instead of the whole model")
+    parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 instead; --lr 1e-4 suits them")
     parser.add_argument("--caption", help="of files that have none; else they are left out")
     parser.add_argument("--prompt", nargs="+", help=f"what to sample (the first {SAMPLED} captions)")
     parser.add_argument("--stop-after", choices=STEPS, default=STEPS[-1], help="end with this step")
@@ -83,7 +86,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> Plan:
     if not args.folder.is_dir():
         what = "is a file" if args.folder.exists() else "does not exist"
         raise UserError(
-            f"{args.folder} {what}; name a folder of clips. A table of clips is for scripts/train.py --data-path TABLE."
+            f"{args.folder} {what}; name a folder of clips, before the options. A table is for scripts/train.py --data-path TABLE."
         )
     config = args.model if args.model.endswith(".py") else f"configs/finetune/{args.model}.py"
     name = f"{args.folder.resolve().name}-{Path(config).stem}{'-lora' * args.lora}"

@@ -198,8 +198,10 @@ def test_what_is_wrong_is_told_before_anything_is_done(clips, config, tmp_path, 
     monkeypatch.setattr(finetune, "command", None)
     out = tmp_path / "out"
     options = ("--model", config, "--out", out)
-    assert "nowhere does not exist; name a folder of clips" in refused(monkeypatch, capsys, "nowhere")
-    assert "is a file; name a folder of clips. A table" in refused(monkeypatch, capsys, config)
+    assert "nowhere does not exist; name a folder of clips, before the options" in refused(
+        monkeypatch, capsys, "nowhere"
+    )
+    assert "is a file; name a folder of clips, before the options. A table" in refused(monkeypatch, capsys, config)
     assert "--larning-rate is not a field" in refused(monkeypatch, capsys, clips, *options, "--larning-rate", "1")
     assert "smal.py does not exist. Did you mean 'small.py'" in refused(monkeypatch, capsys, clips, "--model", "smal")
     other = refused(monkeypatch, capsys, clips, "--model", "configs/quickstart/train.py", "--out", out)
