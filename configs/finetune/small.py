@@ -21,7 +21,8 @@ ckpt_every = 60
 keep_last_n = 2
 
 batch_size = 4
-lr = 3e-4
+lr = 6e-4
+lr_schedule = "cosine"
 ema_decay = 0.97
 
 # of the samples
