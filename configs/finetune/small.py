@@ -15,14 +15,15 @@ dataset = dict(_delete_=True, type="VideoTextDataset", short_clips="drop")  # a 
 
 outputs = "outputs"
 epochs = 1000000
-max_steps = 240
+max_steps = 360
 log_every = 10
-ckpt_every = 60
+ckpt_every = 120
 keep_last_n = 2
 
 batch_size = 4
-lr = 6e-4
+lr = 1e-3
 lr_schedule = "cosine"
+adam_betas = (0.9, 0.99)
 ema_decay = 0.97
 
 # of the samples
