@@ -3,7 +3,8 @@
 python -m tools.finetune FOLDER
 python scripts/train.py configs/finetune/small.py --data-path FOLDER
 
-Eight frames of 96x160, every third of the video's. The model knows 21 clips, and learns yours with them as its start.
+Eight frames of 96x160, every third of the video's. After these steps samples show the layout and colours of clips that the model
+did not know, and little detail: it is for seeing how all is done, not for quality.
 
 Weights: assets/models/stdit-quickstart.
 Hardware: 2 CPU cores, or any GPU.
