@@ -67,13 +67,14 @@ from opensora.training.run import (
     warn_of_random_weights,
     what_to_do_next,
 )
+from opensora.training.run_log import RunLog
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
 from opensora.training.validation import build_val_sampler, build_validation, held_out_dataset
 from opensora.training.watchdog import Watchdog, collective_timeout
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.logging import RunLog, show_messages
+from opensora.utils.logging import show_messages
 from opensora.utils.seed import generators
 
 logger = logging.getLogger("opensora.train")

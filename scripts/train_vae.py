@@ -59,12 +59,13 @@ from opensora.training.loop import (
 )
 from opensora.training.meter import StepMeter
 from opensora.training.run import RunState, check_run_folder, check_wandb, due, seek, what_to_do_next
+from opensora.training.run_log import RunLog
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
 from opensora.training.vae import RandomChunks, Reconstructor, VAELoss, measure_latents
 from opensora.training.watchdog import Watchdog, collective_timeout
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.logging import RunLog, show_messages
+from opensora.utils.logging import show_messages
 
 logger = logging.getLogger("opensora.train_vae")
 COMPONENTS = {"vae": VAES, "dataset": DATASETS, "discriminator": DISCRIMINATORS}

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora.acceleration.threads import limit_cpu_threads
 from opensora.utils.errors import UserError
-from opensora.utils.threads import limit_cpu_threads
 
 T = TypeVar("T")
 STEP_TIMEOUT = timedelta(minutes=30)

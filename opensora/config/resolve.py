@@ -268,6 +268,8 @@ class Draft:
                 value = parse_bool(setting.text) if isinstance(before, bool) else setting.text
             except ValueError as error:
                 self.problems.append(f"{setting.flag}: {error}.")
+        if isinstance(value, str) and isinstance(before, list | tuple):
+            value = [value]  # a list of one
         target[keys[-1]] = value
         self.origins[name, keys[0]] = f"{COMMAND_LINE} {setting.flag}"
 

@@ -268,8 +268,9 @@ class TrainConfig(LoopConfig):
         engine, buckets, lora = f"with plugin={self.plugin!r}", self.bucket_config is not None, self.lora or {}
         colossalai, variable = self.plugin.startswith("zero2"), "VariableVideoText" in str(self.dataset.get("type"))
         samples = self.val_prompts is not None or self.val_prompt_path is not None
-        validation = [name for name in schema_fields(type(self)) if name.startswith("val_")]
-        of_samples = ["val_num_frames", "val_image_size", "val_fps", "val_scheduler"]
+        # a checkpoint is sampled from with these, whether validation does it too or not
+        of_samples = ("val_num_frames", "val_image_size", "val_fps", "val_scheduler")
+        validation = [name for name in schema_fields(type(self)) if name.startswith("val_") and name not in of_samples]
         same = f"with shard_size={self.shard_size}, which says the same"
         problems = super().problems() + self.without_effect(
             (self.plugin != "fsdp2", engine, ["fsdp_reshard"]),
@@ -280,7 +281,6 @@ class TrainConfig(LoopConfig):
             (not buckets and self.num_frames == 1, "with num_frames=1: an image has no conditioning frames", ["mask_ratios"]),
             (not self.val_every, "without val_every", validation),
             (self.val_data_path is None, "without val_data_path", ["val_num_samples", "val_num_timesteps"]),
-            (not samples, "without val_prompts or val_prompt_path", of_samples),
         )  # fmt: skip
         for check in (lambda: checkpointed_parts(self.grad_checkpoint, 0), lambda: LoraOptions.of(lora)):
             try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opensora.datasets.sampler import SampleKey
+from opensora.datasets.table.files import SHOWN_ROWS
 from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, has_extension, read_table
 from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.files import (
@@ -100,21 +101,21 @@ class ClipRows:
         num_frames, target_fps = rule.num_frames, rule.target_fps
         maybe = np.flatnonzero(has_extension(table.rows["path"], IMAGE_EXTENSIONS))  # some of these are animated
         images = [row for row in maybe.tolist() if is_image(table.path(row))] if num_frames > 1 or target_fps else []
-        if images and num_frames > 1:
-            what = f"are images, which cannot give {num_frames} frames"
-            remedy = "Train on images with num_frames=1, or remove these rows."
-            raise complain_about_rows(table, images, what, remedy)
-        slow = np.zeros(len(table), bool)
+        out = np.zeros(len(table), bool)
+        out[images] = num_frames > 1
+        what = f"are images, which cannot give {num_frames} frames"
+        self._complain_or_drop(out, what, "images", "Train on images with num_frames=1.")
         if target_fps is not None:
             slow = is_slow(table.fps, target_fps)
             slow[images] = False
             what = f"have fewer than the {target_fps:g} frames a second of target_fps, so that frames would be repeated"
             self._complain_or_drop(slow, what, f"slower than target_fps={target_fps:g}", "Lower dataset.target_fps.")
+            out |= slow
         lengths = table.num_frames
-        if short_clips == "drop" and rule.needed > 1 and not lengths[~slow].all():
+        if short_clips == "drop" and rule.needed > 1 and not lengths[~out].all():
             logger.info("%s: counting frames; a column num_frames would save this.", table.source)
             lengths = lengths.copy()
-            unknown = np.flatnonzero((lengths == UNKNOWN) & ~slow).tolist()
+            unknown = np.flatnonzero((lengths == UNKNOWN) & ~out).tolist()
             for row in progress_bar(unknown, desc="counting frames", unit="file", delay=1):
                 try:
                     lengths[row] = count(row)
@@ -124,10 +125,10 @@ class ClipRows:
         if target_fps is not None:  # as far as the table has the rate of the file
             known = np.isfinite(table.fps)
             needed[known] = np.maximum(np.ceil(rule.span * table.fps[known] - 0.01).astype(np.int64) + 1, 1)
-        short = (lengths > 0) & (lengths < needed) & ~slow
+        short = (lengths > 0) & (lengths < needed) & ~out
         what = f"are shorter than the {rule.length} that {rule} needs"
         self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
-        self.kept = np.flatnonzero(~(slow | short))
+        self.kept = np.flatnonzero(~(out | short))
 
     def too_short(self, row: int, available: int) -> UserError:
         """The error for a clip that has too few frames; a bad file where short clips should have been dropped."""
@@ -150,7 +151,17 @@ class ClipRows:
         if self.short_clips == "error" or number == left:
             advice = f"{remedy} Or leave such rows out with dataset.short_clips='drop'."
             raise complain_about_rows(self.table, np.flatnonzero(bad).tolist(), what, advice)
-        logger.warning("%s: %d of %d rows are dropped: they %s.", self.table.source, number, len(self.table), what)
+        names = ", ".join(map(self.table.name, np.flatnonzero(bad)[:SHOWN_ROWS].tolist()))
+        more = f" and {number - SHOWN_ROWS} more" if number > SHOWN_ROWS else ""
+        logger.warning(
+            "%s: %d of %d rows are dropped: they %s (%s%s).",
+            self.table.source,
+            number,
+            len(self.table),
+            what,
+            names,
+            more,
+        )
         self.dropped[reason] = (number, remedy)
 
 
@@ -162,8 +173,9 @@ class VideoTextDataset(TableDataset):
     `frame_interval`), `height`, `width`, `num_frames` (float32 numbers), `index` (the table's row) and `path`.
 
     Args:
-        data_path: CSV, JSONL or parquet file with the columns `path` and `text_columns`.
-        num_frames: T. Images are allowed only when it is 1.
+        data_path: CSV, JSONL or parquet file with the columns `path` and `text_columns`, or a folder of videos and images
+            with a caption next to each.
+        num_frames: T.
         frame_interval: Take every n-th frame, exactly.
         image_size: Height and width.
         root: Folder that the paths are relative to; the table's own when None.
@@ -171,8 +183,8 @@ class VideoTextDataset(TableDataset):
         use_image_transform: Give images ADM's transform instead.
         text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
         seed: With epoch and row, it decides caption, window and crop.
-        short_clips: What to do with clips that are too short, or of which the table says that they are slower than
-            `target_fps`: "error" or "drop".
+        short_clips: What to do with clips that are too short, also images where `num_frames` is more than 1, or of which the
+            table says that they are slower than `target_fps`: "error" or "drop".
         bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
         max_bad_share: The share of substituted samples above which a run ends.
         target_fps: Take what is shown at so many frames a second, of videos of any rate, instead of every n-th frame.

@@ -36,9 +36,9 @@ from opensora.registry import DATASETS, SAMPLERS, build_module
 from opensora.training.batch_encoder import BatchEncoder
 from opensora.training.ema import EMA
 from opensora.training.run import due
+from opensora.training.run_log import RunLog
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.logging import RunLog
 from opensora.utils.seed import generators, randn_like
 
 logger = logging.getLogger(__name__)

@@ -759,6 +759,7 @@ def test_a_field_on_the_command_line(train, argv, field, value):
         (["--model.enable_layernorm_kernel"], "model", "enable_layernorm_kernel", True),
         (["--text-encoder.shardformer", "true"], "text_encoder", "shardformer", True),
         (["--dataset.text-columns", "('a', 'b')"], "dataset", "text_columns", ("a", "b")),
+        (["--dataset.text-columns", "caption"], "dataset", "text_columns", ["caption"]),
         (["scheduler.cfg_scale=1.5"], "scheduler", "cfg_scale", 1.5),
         (["cfg_scale=3"], "scheduler", "cfg_scale", 3.0),
         (["model.label=2"], "model", "label", "2"),

@@ -113,6 +113,17 @@ def test_images(write_image, write_table, write_video):
         VideoTextDataset(table, num_frames=4, image_size=SIZE)
 
 
+def test_images_among_videos_are_left_out_as_short_clips_are(write_image, write_table, write_video, caplog):
+    write_image("a.png", np.zeros((64, 96, 3), np.uint8))
+    write_video("b.mp4", numbered_frames(4))
+    write_video("c.mp4", numbered_frames(3))
+    table = str(write_table([{"path": name, "text": "t"} for name in ("a.png", "b.mp4", "c.mp4")]))
+    dataset = VideoTextDataset(table, num_frames=4, image_size=SIZE, short_clips="drop")
+    assert dataset.rows.tolist() == [1]
+    assert {reason: count for reason, (count, _) in dataset.clips.dropped.items()} == {"images": 1, "too short": 1}
+    assert "they are images, which cannot give 4 frames (a.png)" in caplog.text
+
+
 def test_fingerprint_changes_with_what_changes_samples(table):
     def fingerprint(**more):
         return VideoTextDataset(str(table), **{"num_frames": 4, "image_size": SIZE, **more}).fingerprint()

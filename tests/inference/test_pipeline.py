@@ -56,7 +56,7 @@ def test_a_checkpoint_is_a_pipeline(cfg, weights, tmp_path):
 
 def test_a_missing_adapter_is_named_before_anything_is_loaded(cfg, tmp_path):
     broken = replace(cfg, lora=str(tmp_path / "nowhere"), vae={**cfg.vae, "from_pretrained": str(tmp_path / "broken")})
-    with pytest.raises(UserError, match="nowhere is no LoRA: expected a folder with adapter_config"):
+    with pytest.raises(UserError, match="nowhere: there is no such folder"):
         VideoPipeline.from_config(broken)
 
 

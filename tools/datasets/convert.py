@@ -2,6 +2,7 @@
 
     python -m tools.datasets.convert video FOLDER --output clips.csv --info
     python -m tools.datasets.convert image FOLDER --output images.csv --captions txt
+    python -m tools.datasets.convert captioned FOLDER --output clips.csv                   clip.mp4 and clip.txt; what can be trained on
     python -m tools.datasets.convert classes FOLDER --split train --output train.csv       CLASS/image.jpg
     python -m tools.datasets.convert imagenet FOLDER --split val --output val.csv          n01440764/image.JPEG
     python -m tools.datasets.convert ucf101 FOLDER --split trainlist01.txt --output u.csv  ApplyEyeMakeup/clip.avi
@@ -12,36 +13,29 @@ What is left out of the table is counted by reason. docs/how-to/data-tools.md ha
 """
 
 import argparse
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
 from opensora.datasets.image_folder import class_folders
 from opensora.datasets.table.files import read_frame, table_format
-from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, refuse_unlisted
+from opensora.datasets.table.folder import SHOWN_REASONS, SIDECARS, find_files, read_captions
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, TooFewFrames
+from opensora.datasets.video.read_video import read_frames
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.command import Parser
-from tools.datasets.datautil.info import add_info
+from tools.datasets.datautil.info import OK, Measured, add_info, crashed, measure
 from tools.datasets.datautil.io import write_frames
 from tools.datasets.datautil.operations import TableState
-from tools.datasets.datautil.parallel import default_workers
+from tools.datasets.datautil.parallel import default_workers, map_rows
 from tools.datasets.datautil.paths import relative
 from tools.datasets.datautil.text import load_caption
 
 EXTENSIONS = {"video": VIDEO_EXTENSIONS, "image": IMAGE_EXTENSIONS}
-SHOWN_REASONS = 6
-
-
-class Found(NamedTuple):
-    """Files of a folder, sorted, and how many others there are, by reason."""
-
-    files: list[Path]
-    left_out: Counter[str]
+DECODED = 16  # frames at a time
 
 
 def run(argv: Sequence[str] | None = None) -> Path:
@@ -88,47 +82,6 @@ def _left_out_lines(left_out: Counter[str]) -> Iterator[str]:
         yield f"left out: {rest} others"
 
 
-# ---------------------------------------------------------------------------------------------------- folders
-
-
-def find_files(folder: Path, extensions: Sequence[str]) -> Found:
-    """All files below a folder with one of the extensions (in any case), in the order of their paths.
-
-    Links to folders are followed, each folder once. Hidden files and folders, and names that are not UTF-8, are left out.
-
-    Raises:
-        UserError: there is no such file.
-    """
-    files: list[Path] = []
-    left_out: Counter[str] = Counter()
-    for path in _walk(folder, left_out):
-        suffix = path.suffix.lower()
-        if suffix not in extensions:
-            left_out[f"{suffix or 'files without extension'} files"] += 1
-        elif any("\ud800" <= character <= "\udfff" for character in str(path)):  # Python's stand-ins for other bytes
-            left_out["files whose names are not UTF-8"] += 1
-        else:
-            files.append(path)
-    if not files:
-        found = "; ".join(f"{count} {reason}" for reason, count in (+left_out).most_common(SHOWN_REASONS))
-        raise UserError(f"{folder} has no file with one of {' '.join(extensions)}; it has: {found or 'nothing'}.")
-    return Found(sorted(files), left_out)
-
-
-def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    seen: set[str] = set()
-    for parent, folders, names in os.walk(folder, onerror=refuse_unlisted, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        left_out["hidden folders"] += sum(name.startswith(".") for name in folders)
-        left_out["hidden files"] += sum(name.startswith(".") for name in names)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
-
-
 def _table(folder: Path, files: Sequence[Path], **columns: Sequence[object]) -> pd.DataFrame:
     """Absolute paths, the file's name without its extension, its path in `folder`, and other columns."""
     return pd.DataFrame(
@@ -150,6 +103,61 @@ def convert_files(folder: Path, args: argparse.Namespace) -> Made:
     """All videos, or all images, of a folder."""
     found = find_files(folder, EXTENSIONS[args.kind])
     return _table(folder, found.files), found.left_out
+
+
+def convert_captioned(folder: Path, args: argparse.Namespace) -> Made:
+    """All videos and images that have a caption and can be decoded: path, text, num_frames, height, width, fps."""
+    found = find_files(folder, VIDEO_EXTENSIONS + IMAGE_EXTENSIONS)
+    captions = [caption or (args.caption or "").strip() for caption in read_captions(folder, found.files)]
+    files = [path for path, caption in zip(found.files, captions, strict=True) if caption]
+    info = map_rows(decoded, files, workers=args.num_workers or default_workers(), label="decoding", crashed=crashed)
+    status = {path: measured.status for path, measured in zip(files, info, strict=True)}
+    left_out = [f"{path}: it has no caption" for path in found.files if path not in status]
+    left_out += [why for why in status.values() if why != OK]
+    for why in left_out:
+        print(f"left out: {why}")
+    if len(left_out) == len(found.files):
+        raise UserError(
+            f"{folder}: no file is left. A caption is in a text file of the same name (clip.txt for clip.mp4), or in captions.csv with "
+            "the columns path and text; --caption TEXT is for all files that have none."
+        )
+    rows = [
+        (str(path.absolute()), caption, *measured[:4])
+        for path, caption, measured in zip(files, filter(None, captions), info, strict=True)
+        if measured.status == OK
+    ]
+    columns = zip(*rows, strict=True)
+    types = {
+        "path": object,
+        "text": object,
+        "num_frames": "Int64",
+        "height": "Int64",
+        "width": "Int64",
+        "fps": "Float64",
+    }
+    frame = pd.DataFrame(
+        {name: pd.Series(list(cells), dtype=types[name]) for name, cells in zip(types, columns, strict=True)}
+    )
+    sidecars = {f".{kind} files": 0 for kind in SIDECARS}
+    return frame, Counter({**found.left_out, **sidecars})
+
+
+def decoded(path: Path) -> Measured:
+    """What a file is, and why it cannot be read, when all of its frames were decoded; raises nothing."""
+    info = measure(path)
+    if info.status != OK:
+        return info
+    total = info.num_frames or 1
+    try:
+        for start in range(0, total, DECODED):
+            read_frames(path, start, min(DECODED, total - start))
+    except TooFewFrames as error:
+        if error.available:  # packets that hold no frame
+            return info._replace(num_frames=error.available)
+        return info._replace(status=str(error))
+    except UserError as error:
+        return info._replace(status=str(error))
+    return info
 
 
 def convert_classes(folder: Path, args: argparse.Namespace) -> Made:
@@ -242,6 +250,7 @@ def convert_vidprom(folder: Path, args: argparse.Namespace) -> Made:
 KINDS: dict[str, Callable[[Path, argparse.Namespace], Made]] = {
     "video": convert_files,
     "image": convert_files,
+    "captioned": convert_captioned,
     "classes": convert_classes,
     "imagenet": convert_imagenet,
     "ucf101": convert_ucf101,
@@ -262,6 +271,10 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help_of_paths = "absolute (default), or relative to the table's folder"
         sub.add_argument("--paths", choices=("absolute", "relative"), default="absolute", help=help_of_paths)
         sub.add_argument("--num-workers", type=int, metavar="N", help="processes that read files (default: one a core)")
+        if kind == "captioned":
+            sub.add_argument("--caption", metavar="TEXT", help="of files that have none; else they are left out")
+            sub.set_defaults(info=False)
+            continue
         if kind == "vidprom":
             sub.add_argument("--info", required=True, metavar="TABLE", help="VidProM's table, with uuid and prompt")
             continue

@@ -135,7 +135,7 @@ def _size_ranges(
 
 
 def _fits(pipeline: VideoPipeline, size: tuple[int, ...]) -> bool:
-    """Whether a video (frames, height, width) fits in memory with guidance; True where that cannot be told."""
+    """Whether a video (frames, height, width) fits in memory with guidance; True where that is not known."""
     if calls_parts(pipeline.scheduler):
         return True
     num_frames, height, width = pipeline.vae.legal_size(size)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from opensora.datasets.table.files import cell_text
+from opensora.datasets.table.folder import find_files
 from opensora.datasets.video.files import VIDEO_EXTENSIONS
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.caption.captioner import Captioner
-from tools.datasets.convert import find_files
 from tools.datasets.datautil.columns import TRAINING
 from tools.datasets.datautil.filter import LIMITS
 from tools.datasets.datautil.info import OK, measure

@@ -8,11 +8,12 @@ What training needs of a table is read by `opensora.datasets.table.table`, block
 import csv
 import gc
 import json
+import logging
 import os
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from pyarrow import types
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from opensora.utils.folders import parse_json
+
+logger = logging.getLogger(__name__)
 
 FORMATS = ("csv", "jsonl", "parquet")
 SHOWN_ROWS = 5  # of those that a message is about
@@ -194,7 +197,14 @@ def cell_text(value: Any) -> str:
 def _csv_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
     """With Python's reader: pandas' and arrow's take text behind a closing quote (docs/explanation/benchmarks/table.md)."""
     csv.field_size_limit(1 << 30)  # captions may be long
-    lines = csv.reader(file, strict=True)
+    file = iter(file)
+    first = next(file, "")
+    delimiter = (
+        "," if "," in first else next((mark for mark in ";\t" if mark in first), ",")
+    )  # spreadsheets write these
+    if delimiter != ",":
+        logger.info("%s: its columns are separated by %s.", source, "semicolons" if delimiter == ";" else "tabs")
+    lines = csv.reader(chain([first], file), strict=True, delimiter=delimiter)
     header = next(lines, [])
     if not header:
         raise UserError(f"{source} is empty; its first line is the header `path,text`.")

@@ -10,6 +10,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from opensora.datasets.table.files import SHOWN_ROWS, cell_texts, collection_paused, list_rows, read_blocks
+from opensora.datasets.table.folder import PATH_COLUMNS, TEXT_COLUMNS, folder_block
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
-from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -170,9 +171,10 @@ def read_table(
     max_bad_share: float = 0.0,
     columns_option: str = "text_columns",
 ) -> Table:
-    """Read a CSV, JSONL or parquet table; its paths are relative to `root`, or to the table's own folder.
+    """Read a CSV, JSONL or parquet table, or a folder of videos and images with captions as one (see `folder.py`).
 
     Args:
+        root: what the paths of a table are relative to; None: the table's own folder.
         check_files: See that all files exist; of a very long table, that a sample of them does.
         max_bad_share: Rows that name no file, or say that theirs is broken (`status`, or `num_frames` 0), are left out up to
             this share of the table, and counted by reason. 0: the first kind that is found is an error.
@@ -182,11 +184,13 @@ def read_table(
         UserError: the table or a column is missing, it is malformed, or has more bad rows than allowed.
     """
     source = Path(data_path)
+    if root is not None and source.is_dir():
+        raise UserError(f"root={root} has no effect: {source} is a folder, whose files are taken; leave root out.")
     with collection_paused():
         texts, numbers, total = _read(source, ("path", *text_columns), columns_option)
     if root is not None and not Path(root).is_dir():
         raise UserError(f"root: {root} is no folder; it is what the paths in {source} are relative to.")
-    folder = source.parent if root is None else Path(root)
+    folder = Path(root) if root is not None else source if source.is_dir() else source.parent
     columns = {name: texts[name] for name in ("path", *text_columns)}
     table = Table(source, folder, columns, tuple(text_columns), **numbers, numbers=np.arange(total))
 
@@ -247,7 +251,11 @@ def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, T
     numbers: dict[str, list[np.ndarray]] = {name: [] for name in NUMBERS}
     names: dict[str, None] = {}
     total = 0
-    for size, block in read_blocks(source, (*texts, *numbers)):
+    is_folder = source.is_dir()
+    blocks = (
+        [folder_block(source, with_captions=len(wanted) > 1)] if is_folder else read_blocks(source, (*texts, *numbers))
+    )
+    for size, block in blocks:
         names |= dict.fromkeys(block)
         if not size:  # a header: no need to read on where a column is missing
             _check_columns(source, names, wanted, option)
@@ -285,8 +293,17 @@ def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], 
         message = f"{source} has no column {name!r}; its columns are: {', '.join(columns)}."
         if any(Path(column).suffix.lower() in EXTENSIONS for column in columns):
             raise UserError(f"{message} The first line looks like data: put the header `path,text` above it.")
-        message += did_you_mean(name.lower(), [column for column in columns if column != "path"])
-        raise UserError(message + (f" Which it is, is set with dataset.{option}." if name != "path" else ""))
+        others = [column for column in columns if column != "path"]
+        known = PATH_COLUMNS if name == "path" else TEXT_COLUMNS
+        # what others call it, else a name like it
+        near = [column for column in others if column.lower() in known] or get_close_matches(name, others, n=1)
+        if name == "path":
+            raise UserError(
+                message + (f" Rename {near[0]!r} to 'path'." if near else " Add one with the files' paths.")
+            )
+        column = shlex.quote(near[0]) if near else "COLUMN"
+        hint = f" Its captions seem to be in {near[0]!r}:" if near else " Name the one with the captions:"
+        raise UserError(f"{message}{hint} --dataset.{option} {column}; or '()' to train without captions.")
 
 
 def _parse(name: str, cells: Any, size: int) -> np.ndarray:

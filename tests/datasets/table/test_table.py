@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from opensora.datasets.table.files import read_frame
 from opensora.datasets.table.table import UNKNOWN, read_table
 from opensora.utils.errors import UserError
 
@@ -121,8 +122,14 @@ def test_fingerprint(folder):
         ("", r"clips.csv is empty; its first line is the header `path,text`"),
         ("path,text\n", r"clips.csv has a header but no rows"),
         ("Path,text\n0.mp4,a\n", r"no column 'path'; its columns are: Path, text"),
-        ("pth,text\n0.mp4,a\n", r"no column 'path'.*Did you mean 'pth'"),
-        ("path,texts\n0.mp4,a\n", r"no column 'text'.*Did you mean 'texts'\?.*dataset.text_columns"),
+        ("pth,text\n0.mp4,a\n", r"no column 'path'.*Rename 'pth' to 'path'"),
+        ("name,file_name,text\na,0.mp4,b\n", r"no column 'path'.*Rename 'file_name' to 'path'"),
+        ("path,texts\n0.mp4,a\n", r"no column 'text'.*seem to be in 'texts': --dataset.text_columns texts;"),
+        ("path,tags,prompt\n0.mp4,a,b\n", r"no column 'text'.*seem to be in 'prompt': --dataset.text_columns prompt;"),
+        (
+            "path,a note\n0.mp4,b\n",
+            r"no column 'text'.*Name the one .*--dataset.text_columns COLUMN; or '\(\)' to train",
+        ),
         ("0.mp4,a cat\n1.mp4,a dog\n", r"The first line looks like data: put the header `path,text` above it"),
         ("path,text,text\n0.mp4,a,b\n", r"more than one column 'text'"),
         ("path,text\n0.mp4,a, b\n1.mp4,b\n", r"2 columns, but row 1 has 3 cells \(rows 1\). Put a caption.*quotes"),
@@ -136,6 +143,15 @@ def test_fingerprint(folder):
 def test_malformed_tables(folder, text, message):
     with pytest.raises(UserError, match=message):
         read_table(write(folder, text))
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_semicolons_and_tabs_of_a_spreadsheet_are_read(folder, mark, caplog):
+    caplog.set_level("INFO")
+    table = read_table(write(folder, f'path{mark}text\n0.mp4{mark}"a{mark} b, c"\n1.mp4{mark}d, e\n'))
+    assert [table.captions(row) for row in range(2)] == [[f"a{mark} b, c"], ["d, e"]]
+    assert f"its columns are separated by {'semicolons' if mark == ';' else 'tabs'}" in caplog.text
+    assert read_table(write(folder, f"path,text{mark}\n0.mp4,a\n"), text_columns=(f"text{mark}",)).captions(0) == ["a"]
 
 
 def test_other_encodings_are_refused(folder):
@@ -163,7 +179,7 @@ def test_extensions_are_known_in_any_case(folder):
 def test_wrong_files_for_a_table(folder):
     write(folder, "path,text\n0.mp4,a\n")
     with pytest.raises(UserError, match=r"is a folder; a table .*tools.datasets.convert video .* --output"):
-        read_table(folder)
+        read_frame(folder)
     with pytest.raises(UserError, match=r"clip.csv does not exist. Did you mean 'clips.csv'"):
         read_table(folder / "clip.csv")
     os.mkfifo(folder / "pipe.csv")  # to be opened it would wait for a writer

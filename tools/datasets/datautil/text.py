@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
+from opensora.datasets.table.folder import sidecar_caption
 from opensora.utils.errors import UserError
-from opensora.utils.folders import parse_json
 from tools.datasets.datautil.captions import URL, append, camera_words, clean, refine, with_scores
 from tools.datasets.datautil.operations import Result, TableState, keep, operation
 from tools.datasets.datautil.parallel import map_rows
@@ -91,23 +91,7 @@ def load_caption(table: TableState, kind: str) -> Result:
 
 
 def _sidecar(path: Path | None, kind: str) -> str | None:
-    """The caption next to a file; None where there is none, as of a row without a path."""
-    if path is None:
-        return None
-    try:
-        text = path.with_suffix(f".{kind}").read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path.with_suffix(f'.{kind}')} cannot be read as UTF-8 text ({error}).") from error
-    if kind == "txt":
-        return text.strip()
-    try:
-        value = parse_json(text)
-    except ValueError as error:
-        raise UserError(f"{path.with_suffix('.json')} is no valid JSON ({error}).") from error
-    found = [value[key] for key in ("caption", "text") if isinstance(value, dict) and isinstance(value.get(key), str)]
-    return found[0] if found else None
+    return None if path is None else sidecar_caption(path, kind)
 
 
 @operation("count-num-token", "ntoken", group=GROUP, metavar="TOKENIZER")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora.utils import threads
+from opensora.acceleration import threads
+from opensora.acceleration.threads import cpu_quota, limit_cpu_threads
 from opensora.utils.logging import show_messages
-from opensora.utils.threads import cpu_quota, limit_cpu_threads
 
 ROOT = Path(__file__).parents[2]
 
