@@ -15,8 +15,9 @@ STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-# Long tests: a worker that is done takes over what another has not begun.
+# Long tests: a worker that is done takes over what another has not begun. Files without such tests are not even read.
 PYTEST_LONG := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+LONG := $(shell grep -rlE 'mark\.(slow|nightly)' tests --include='test_*.py')
 
 .PHONY: help setup setup-dev install wheel quickstart quickstart-nova test test-slow test-nightly test-extras test-oldest test-gpu test-mutants check format format-check lint type docs docs-check docs-site bench clean
 
@@ -67,14 +68,14 @@ test: setup-dev  ## run the CPU tests that are not marked slow
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup-dev  ## run the CPU tests that are marked slow, but not nightly
-	$(PYTEST_LONG) -m "slow and not nightly and not gpu"
+	$(PYTEST_LONG) -m "slow and not nightly and not gpu" $(LONG)
 
 test-nightly: setup-dev  ## run the CPU tests that are marked nightly
-	$(PYTEST_LONG) -m "nightly and not gpu"
+	$(PYTEST_LONG) -m "nightly and not gpu" $(LONG)
 
 test-extras: setup-dev  ## install what setup does not, and run the tests that need it
-	$(PIP) -q -e '.[quant]'
-	$(PYTEST) -m "extra and not gpu" tests/acceleration
+	$(PIP) -q -e '.[quant,demo]' playwright
+	$(PYTEST) -m "extra and not gpu" tests/acceleration tests/tools/test_demo.py
 
 test-oldest:  ## run the CPU tests of `make test` with the oldest versions that pyproject.toml allows, in .venv-oldest
 	test -d .venv-oldest || $(PYTHON) -m venv .venv-oldest

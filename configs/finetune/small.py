@@ -16,13 +16,13 @@ dataset = dict(_delete_=True, type="VideoTextDataset", short_clips="drop")  # a 
 
 outputs = "outputs"
 epochs = 1000000
-max_steps = 360
-log_every = 10
-ckpt_every = 120
+max_steps = 720
+log_every = 20
+ckpt_every = 240
 keep_last_n = 2
 
-batch_size = 4
-lr = 1e-3
+batch_size = 2
+lr = 8e-4
 lr_schedule = "cosine"
 adam_betas = (0.9, 0.99)
 ema_decay = 0.97

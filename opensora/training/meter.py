@@ -219,6 +219,7 @@ class Meter(StepMeter):
     def epoch_table(self, epoch: int) -> str:
         """Once `epoch` is another than in the call before: the table of all buckets since then, or a line where there are none; else nothing.
 
+        Without buckets there is nothing either where several epochs passed, as of a few clips: they would fill the log.
         It is as of the last reading, so that a few steps of the new epoch may be in it.
         """
         before, self._epoch_number = self._epoch_number, epoch
@@ -234,11 +235,11 @@ class Meter(StepMeter):
                 s_per_batch = f"{took / batches:.3f}" if batches else "-"
                 if names:
                     lines.append(f"  {name:<18} {samples:>9.0f} {loss / samples:>9.4f} {s_per_batch:>9}")
-                else:  # one line: an epoch of a few clips is a few steps
+                else:
                     lines[0] += f" {samples:.0f} samples, loss {loss / samples:.4f}, {s_per_batch} s/batch"
         self._epoch_steps = 0, 0
         self._epoch.zero_()
-        return "\n".join(lines)
+        return "\n".join(lines) if names or epoch == before + 1 else ""
 
     def _now(self) -> Any:
         """This moment, as the device sees it."""

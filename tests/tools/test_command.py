@@ -33,7 +33,9 @@ def test_of_every_tool(module: str, capsys: pytest.CaptureFixture[str], monkeypa
     capsys.readouterr()
     assert run(module, "--hlep", monkeypatch=monkeypatch) == 2
     error = capsys.readouterr().err
-    assert "Did you mean '--help'?" in error or "required: FOLDER" in error or "config" in error  # other flags are a config's
+    assert (
+        "Did you mean '--help'?" in error or "required: FOLDER" in error or "config" in error
+    )  # other flags are a config's
     assert hasattr(import_module(module).main, "__wrapped__"), "main without exit_on_user_error"
 
 

@@ -131,6 +131,10 @@ def test_an_epoch_without_buckets_is_one_line():
     line = meter.epoch_table(epoch=1)
     assert line.startswith("epoch 0, steps 1 to 2: 4 samples, loss 1.5000, ")
     assert len(line.splitlines()) == 1
+    for step in meter.data_wait([3, 4]):
+        take(meter, step, SIZES[0], 2, float(step))
+        meter.read()
+    assert meter.epoch_table(epoch=3) == ""  # of two epochs between two readings
 
 
 @pytest.mark.multiprocess

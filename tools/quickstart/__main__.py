@@ -66,7 +66,7 @@ class Recipe(NamedTuple):
 RECIPES = {
     "pretrained": Recipe(
         "configs/quickstart/finetune.py",
-        {ENCODING: 0.5, BEFORE: 0.5, TRAINING: 3, SAMPLING: 1, MEASURING: 0.5},
+        {ENCODING: 0.5, BEFORE: 0.5, TRAINING: 4, SAMPLING: 0.5, MEASURING: 0.5},
         clips=UNSEEN_CLIPS,
     ),
     "scratch": Recipe("configs/quickstart/scratch.py", {ENCODING: 1, TRAINING: 11, SAMPLING: 1.5, MEASURING: 0.5}),
