@@ -12,6 +12,7 @@ import multiprocessing
 import runpy
 import socket
 import subprocess
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -262,5 +263,5 @@ def forget_own_parts():
     for registry, names in before.items():
         for name in set(registry.module_dict) - names:
             del registry.module_dict[name]
-    for name in [name for name in sys.modules if name.startswith(("parts_", "own_"))]:
+    for name in [name for name in sys.modules if re.match(r"own_|\w+_[0-9a-f]{8}$", name)]:  # opensora/utils/imports.py
         del sys.modules[name]

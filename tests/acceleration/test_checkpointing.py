@@ -147,7 +147,10 @@ def test_nothing_is_computed_twice_without_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["block", "every:2", "mlp", "selective", "selective:2"])
+@pytest.mark.parametrize(
+    "level",
+    ["selective", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("block", "every:2", "mlp", "selective:2"))],
+)
 def test_with_compiled_blocks(plain, level):
     model = build("STDiT", depth=DEPTH).train()
     compile_blocks(model.transformer_blocks(), backend="aot_eager")

@@ -183,6 +183,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may():
     assert done.stdout.strip() == "(512, 512)"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_worker_does_not_wait_for_threads_of_the_process_it_came_from(dataset):

@@ -19,6 +19,7 @@ CONFIGS = {
     "scripts/train_vae.py": "configs/vae/train/video-small.py",
     "scripts/inference.py": "configs/opensora/inference/16x256x256.py",
     "opensora sample": "configs/opensora/inference/16x256x256.py",
+    "opensora demo": "configs/opensora/inference/16x256x256.py",
     "scripts/inference_vae.py": "configs/vae/inference/video.py",
     "assets.build.start_vae": "configs/vae/train/video-small.py",
 }
@@ -26,7 +27,7 @@ CONFIGS = {
 LEFT_OUT = (
     r"no config file given;.*|data_path is not set: .*|.*the following arguments are required: .*|--check: DIR has .*"
 )
-CONFIG_NAMES = r"(?:TRAIN_)?CONFIG|outputs/\S*step\d+|/path/to/\S+|\S*nova\.yml"
+CONFIG_NAMES = r"(?:TRAIN_)?CONFIG|CHECKPOINT|outputs/\S*step\d+|/path/to/\S+|\S*nova\.yml"
 ELSEWHERE = {"pytest", "venv", "http.server"}  # modules that are not this project's
 
 

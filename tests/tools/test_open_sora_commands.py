@@ -158,6 +158,7 @@ def test_a_share_of_each_bucket_is_no_split(table, monkeypatch, capsys):
     assert "datautil TABLE --sample N --output OUT" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(
     not any(dist.name == "opensora" for dist in distributions()), reason="needs the installed package: pip install -e ."

@@ -122,6 +122,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, monkeypatch,
     assert (tmp_path / "cache" / "triton").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 @torch.no_grad()

@@ -233,6 +233,7 @@ def test_compiled_blocks_are_few_programs_without_breaks(folders, kind):
     assert counters["stats"]["unique_graphs"] <= 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_shardformer_compiled_for_real(folders):
     plain = T5Encoder(folders["t5"], model_max_length=LENGTH).encode(TEXTS)

@@ -176,6 +176,7 @@ def clips_in(work: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in work.glob("*-cut-*.clips/*")}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_share_the_rows_and_leave_the_same_table(recipe, tmp_path):
