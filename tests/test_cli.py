@@ -114,7 +114,7 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path, repo_root):
     done = subprocess.run(
         [sys.executable, "-c", IN_A_WHEEL, str(empty)],
         cwd=empty,
-        env={**os.environ, "PYTHONPATH": str(site)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,

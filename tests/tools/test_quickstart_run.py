@@ -161,7 +161,7 @@ def test_training_goes_on_from_the_last_checkpoint(finished):
         run / "runs",
         [*data_options(run, out, RECIPES["pretrained"].clips.parent), "--max-steps=3"],
     )
-    assert last.name == "epoch3-global_step3"
+    assert last.name == "epoch1-global_step3"
     assert [folder.name for folder in sorted((run / "runs").iterdir())] == ["000-STDiT-XS-2", "001-STDiT-XS-2"]
     assert "resumed" in (run / "runs" / "001-STDiT-XS-2" / "log.txt").read_text()
 
@@ -267,6 +267,6 @@ def test_the_held_out_loss_is_of_captions_that_are_not_trained_on(monkeypatch, r
     table = pd.DataFrame({"path": ["a.mp4"], "text": ["a dog"], "text_2": ["a pet"], "paraphrase": ["a hound"]})
     options = held_out_loss(tmp_path, table, cfg)
     validated = training_config(RECIPES["pretrained"].train, options)
-    assert (validated.val_every, cfg.max_steps) == (15, 120)
+    assert (validated.val_every, cfg.max_steps) == (60, 480)
     captions = pd.read_csv(validated.val_data_path)[list(cfg.dataset["text_columns"])]
     assert set(captions.to_numpy().ravel()) == {"a hound"}

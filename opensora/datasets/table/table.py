@@ -301,6 +301,8 @@ def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], 
             raise UserError(
                 message + (f" Rename {near[0]!r} to 'path'." if near else " Add one with the files' paths.")
             )
+        if option == "label_column":
+            raise UserError(f"{message} The one with the labels is set with dataset.label_column.")
         column = shlex.quote(near[0]) if near else "COLUMN"
         hint = f" Its captions seem to be in {near[0]!r}:" if near else " Name the one with the captions:"
         raise UserError(f"{message}{hint} --dataset.{option} {column}; or '()' to train without captions.")

@@ -37,6 +37,7 @@ class Server(ThreadingHTTPServer):
 @pytest.fixture(scope="session")
 def endpoint():
     """The URL of a server on this machine."""
+    pytest.importorskip("openai")
     server = Server(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/v1"
