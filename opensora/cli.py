@@ -1,7 +1,7 @@
 """The command `opensora`, or `python -m opensora`: the scripts and tools of the project, from any folder.
 
 A wheel has scripts/, tools/, configs/ and assets/ inside the package (setup.py puts them there); an editable install uses the clone's.
-Nothing but the standard library is imported before the command is known.
+Nothing but the standard library is imported before the command is known, and nothing heavy for the help of `train` and `sample`.
 """
 
 import importlib
@@ -64,6 +64,13 @@ def start(program: str, called: str, arguments: list[str]) -> None:
         fail(f"there is no program {program!r}; `opensora run` lists them.", program, list(programs))
     sys.path.insert(0, str(REPOSITORY))  # before packages of the same names that somebody else installed
     sys.argv = [called, *arguments]  # as it stands in usage messages and in the command that resumes a run
+    if {"-h", "--help"} & {*arguments}:  # of the scripts with a config: the program itself takes seconds to import
+        from opensora.config.load import parse_config
+        from opensora.config.resolve import SCRIPTS
+
+        for schema, script in SCRIPTS.items():
+            if script == f"{program.replace('.', '/')}.py":
+                parse_config(schema)
     importlib.import_module(programs[program]).main()
 
 

@@ -68,6 +68,14 @@ def test_a_command_gets_its_arguments_and_is_called_by_its_name(opensora):
         assert printed.startswith("usage: opensora run tools.estimate ")
 
 
+def test_the_help_of_a_script_does_not_wait_for_torch():
+    code = "import sys; from opensora import cli; sys.argv[1:] = ['sample', '--help']; cli.main()"
+    check = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout.startswith("usage: opensora sample CONFIG ")
+    assert done.stdout.endswith("\nFalse\n")
+
+
 IN_A_WHEEL = """
 import os, sys
 from opensora import cli
