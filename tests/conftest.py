@@ -9,10 +9,10 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import multiprocessing
+import re
 import runpy
 import socket
 import subprocess
-import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
