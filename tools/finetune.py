@@ -239,17 +239,14 @@ def command(program: str, *arguments: str, accepted: Sequence[int] = (0,)) -> No
     """Run a program of the project in a process of its own, showing its command line; end where it fails."""
     launcher, *words = typed(program, arguments)
     print(f"\n$ {shlex.join([launcher, *words])}", flush=True)
+    on_interrupt = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the program too, which ends in order
     process = subprocess.Popen([sys.executable, *(["-m", "opensora"] if launcher == "opensora" else []), *words])
-    # Ctrl-C reaches the program too, which ends in order
-    before = [
-        (number, signal.signal(number, lambda number, _: process.send_signal(number))) for number in (signal.SIGTERM,)
-    ]
-    before.append((signal.SIGINT, signal.signal(signal.SIGINT, lambda *_: None)))
+    on_term = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     try:
         code = process.wait()
     finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, on_term)
     if code not in accepted:
         sys.exit(code if code >= 0 else 128 - code)
 
