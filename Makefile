@@ -48,7 +48,7 @@ endif
 
 $(DEV_STAMP): pyproject.toml
 	$(venv)
-	$(PIP) -e '.[dev,$(EXTRAS)]'
+	$(PIP) -e '.[dev,docs,$(EXTRAS)]'
 	@touch $(STAMP) $@
 
 install:  ## install the project, not editable and with optional packages, into the environment of PYTHON: what the Dockerfile runs
@@ -110,7 +110,6 @@ docs-check: setup-dev
 	$(BIN)/python -m tools.gen_config_docs --check
 
 docs-site: setup-dev  ## build the documentation as a site, in site/; a broken link fails
-	$(PIP) -q -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup  ## time the training step on this machine

@@ -146,13 +146,13 @@ def make(tmp_path):
 def test_a_user_gets_no_tools_of_developers_and_nothing_is_installed_twice(make):
     assert make("setup", "NVIDIA_SMI=yes", answer=True) == ["-e .[quickstart]"]
     assert make("setup") == []
-    assert make("setup-dev", answer=True) == ["-e .[dev,quickstart]"]
+    assert make("setup-dev", answer=True) == ["-e .[dev,docs,quickstart]"]
     assert make("setup", "setup-dev") == []
     assert make("-B", "setup", "EXTRAS=demo,quickstart") == ["-e .[demo,quickstart]"]
 
 
 def test_developers_tools_come_in_one_go(make):
-    assert make("setup-dev") == ["-e .[dev,quickstart]"]
+    assert make("setup-dev") == ["-e .[dev,docs,quickstart]"]
     assert make("setup") == []
 
 
@@ -163,7 +163,7 @@ def test_developers_tools_come_in_one_go(make):
         (["setup", "NVIDIA_SMI="], False, ["-e .[quickstart]"]),
         (["setup", "NVIDIA_SMI=", "TORCH=default"], True, ["-e .[quickstart]"]),
         (["setup", "NVIDIA_SMI=yes", "TORCH=cpu"], False, [CPU, "-e .[quickstart]"]),
-        (["setup-dev", "TORCH=cu128"], False, [CPU.replace("cpu", "cu128"), "-e .[dev,quickstart]"]),
+        (["setup-dev", "TORCH=cu128"], False, [CPU.replace("cpu", "cu128"), "-e .[dev,docs,quickstart]"]),
     ],
 )
 def test_which_pytorch(make, words, answer, expected):

@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "footage": ("", 5, None, 0),
     "scoring": ("--clips 100", 2, None, 0),
 }
-LONG = ("table", "attention", "train_step", "vae", "step_cache")
+LONG = ("table", "attention", "train_step", "train_step bf16", "sample", "compile_modes", "vae", "step_cache")
 ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below", "text_to_image": "below"}
 
 

@@ -129,6 +129,7 @@ def test_indexed_colours_without_a_palette_are_refused(tmp_path, pix_fmt):
         read_frames(path, 0, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [extension.removeprefix(".") for extension in VIDEO_EXTENSIONS if extension not in OTHERS]

@@ -128,6 +128,7 @@ def test_what_failed_passes_and_what_succeeded_is_untouched(recipe, folder, whol
     assert (out / "report.html").read_text().count("<h2>") == (tmp_path / "fresh/report.html").read_text().count("<h2>")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_fails_again_changes_nothing_behind_it(recipe, tmp_path, capsys):
     out = tmp_path / "work"
@@ -143,6 +144,7 @@ def test_what_fails_again_changes_nothing_behind_it(recipe, tmp_path, capsys):
     assert "-probe-" in changed.pop()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_where_nothing_failed_nothing_is_made_anew(tmp_path, whole, endpoint, capsys):
     recipe, out = write_recipe(tmp_path / "recipe.py", whole, endpoint), tmp_path / "work"
