@@ -292,7 +292,7 @@ def _readable(source: Path) -> Iterator[None]:
     except csv.Error as error:
         quotes = "is a quote left open, or not doubled inside quotes?"
         raise UserError(f"{source} is no valid CSV ({error}); {quotes}") from error
-    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
+    except (OSError, ValueError, pa.ArrowException) as error:  # nearly all of pyarrow's derive from the first two
         raise UserError(f"{source} is no readable {table_format(source)} file: {error}") from error
 
 
