@@ -37,13 +37,19 @@ from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.read_video import open_clip, probe, read_indices
 from opensora.inference.output import sample_file_name, save_image_grid
 from opensora.models.vae.vae import VideoAutoencoderKL
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.registry import DATASETS, DENOISERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.training.lora import check_lora
 from opensora.utils.errors import INTERRUPTED, UserError, exit_on_user_error
 from opensora.utils.folders import make_writable, read_json
 from tools.command import Parser
 
-REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+REGISTRIES = {
+    "model": DENOISERS,
+    "vae": VAES,
+    "text_encoder": TEXT_ENCODERS,
+    "scheduler": SCHEDULERS,
+    "dataset": DATASETS,
+}
 STEPS = ("table", "check", "cache", "train", "sample")
 SHORT = {"scripts.train": "train", "scripts.inference": "sample", "tools.datasets.doctor": "doctor"}  # of `opensora`
 SAMPLED = 8  # captions, where no prompt is given
@@ -164,7 +170,7 @@ def can_be_cached(cfg: TrainConfig) -> bool:
         "none",
     )
     known = {"type", *inspect.signature(CachedVideoTextDataset).parameters}
-    by_frame = issubclass(MODELS.get(cfg.vae["type"]), VideoAutoencoderKL)
+    by_frame = issubclass(VAES.get(cfg.vae["type"]), VideoAutoencoderKL)
     return is_plain and by_frame and dataset.get("target_fps") is None and known >= dataset.keys()
 
 

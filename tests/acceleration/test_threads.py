@@ -1,4 +1,4 @@
-"""Threads of a CPU: how many, what limits them, and that OpenMP is told how to wait before torch is loaded."""
+"""Threads of a CPU: how many, what limits them, and that the way in which OpenMP waits is set before torch is loaded."""
 
 import ast
 import logging
