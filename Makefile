@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 PYTEST_LONG := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 LONG := $(shell grep -rlE 'mark\.(slow|nightly)' tests --include='test_*.py')
 
-.PHONY: help setup setup-dev install wheel quickstart quickstart-nova test test-slow test-nightly test-extras test-oldest test-gpu test-mutants check format format-check lint type docs docs-check docs-site bench clean
+.PHONY: help setup setup-dev install wheel quickstart quickstart-nova quickstart-wan test test-slow test-nightly test-extras test-oldest test-gpu test-mutants check format format-check lint type docs docs-check docs-site bench clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -63,6 +63,9 @@ quickstart: setup  ## train a small STDiT on the clips of assets/ and sample fro
 
 quickstart-nova: setup  ## train a small NOVA on the clips, an autoregressive model, and sample images and videos
 	$(BIN)/python -m tools.quickstart --from nova
+
+quickstart-wan: setup  ## train a small Wan on the clips from random weights, and sample from it
+	$(BIN)/python -m tools.quickstart --from wan
 
 test: setup-dev  ## run the CPU tests that are not marked slow
 	$(PYTEST) -m "not slow and not gpu"

@@ -15,7 +15,8 @@ LEFT_OUT = (
     "*.pyc",
     "build",
     "vae-video-small",
-)  # of assets: how they were made, and a model that only examples use
+    "wan-quickstart",
+)  # of assets: how they were made, and models that only examples use
 
 
 class BuildWithFolders(build_py):

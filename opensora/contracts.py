@@ -124,6 +124,17 @@ class TextEncoder(Module, Protocol):
         """The most tokens of a caption."""
 
 
+class ImageEncoder(Module, Protocol):
+    """`opensora.models.image_encoder.CLIPImageEncoder` has all."""
+
+    def encode_images(self, images: Tensor, /) -> Tensor:
+        """Images [N, 3, H, W] in [-1, 1] -> features [N, L, D]."""
+
+    @property
+    def output_dim(self) -> int:
+        """D."""
+
+
 class Discriminator(Module, Protocol):
     """Of a VAE's training."""
 

@@ -180,6 +180,7 @@ MODELS = Registry("model", scope="opensora", locations=["opensora.models", "open
 DENOISERS = MODELS.of_kind("denoiser", contracts.Denoiser)
 VAES = MODELS.of_kind("VAE", contracts.VAE)
 TEXT_ENCODERS = MODELS.of_kind("text encoder", contracts.TextEncoder)
+IMAGE_ENCODERS = MODELS.of_kind("image encoder", contracts.ImageEncoder)
 DISCRIMINATORS = MODELS.of_kind("discriminator", contracts.Discriminator)
 SCHEDULERS = Registry("scheduler", contracts.Scheduler, scope="opensora", locations=["opensora.schedulers"])
 SAMPLERS = SCHEDULERS.of_kind("scheduler", contracts.Sampler)  # what samples need not train

@@ -29,13 +29,23 @@ from opensora.datasets.dataloader import batch_bytes, build_loader, build_sample
 from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
 from opensora.datasets.table.files import check_exist
-from opensora.inference.sizes import legal_dataset
-from opensora.models.loading import released_weights
+from opensora.inference.sizes import legal_dataset, take_whole_patches
+from opensora.models.image_encoder import check_image_encoder
+from opensora.models.loading import released_weights, store_frozen
 from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
-from opensora.registry import DATASETS, DENOISERS, SAMPLERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
+from opensora.registry import (
+    DATASETS,
+    DENOISERS,
+    IMAGE_ENCODERS,
+    SAMPLERS,
+    SCHEDULERS,
+    TEXT_ENCODERS,
+    VAES,
+    build_module,
+)
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.training.batch_encoder import BatchEncoder, freeze
+from opensora.training.batch_encoder import BatchEncoder, freeze, mask_ratios_of
 from opensora.training.finite_guard import FiniteGuard
 from opensora.training.flops import describe_peak, device_peak
 from opensora.training.loop import (
@@ -70,7 +80,7 @@ from opensora.training.run import (
 from opensora.training.run_log import RunLog
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
-from opensora.training.validation import build_val_sampler, build_validation, held_out_dataset
+from opensora.training.validation import build_val_sampler, build_validation, held_out_dataset, validation_items
 from opensora.training.watchdog import Watchdog, collective_timeout
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -82,6 +92,7 @@ COMPONENTS = {
     "model": DENOISERS,
     "vae": VAES,
     "text_encoder": TEXT_ENCODERS,
+    "image_encoder": IMAGE_ENCODERS,
     "scheduler": SCHEDULERS,
     "val_scheduler": SAMPLERS,
     "dataset": DATASETS,
@@ -98,8 +109,10 @@ def main() -> None:
     for note in notes:
         logger.info(note)
     try:
+        cfg = with_expert_interval(cfg)
         same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
+        check_image_encoder(cfg.model, cfg.image_encoder)
         if cfg.lora is not None:
             check_lora()
             refuse_without_base(cfg.model)
@@ -138,6 +151,34 @@ def fit_to_machine(cfg: TrainConfig, argv: Sequence[str]) -> tuple[TrainConfig, 
     return cfg, notes
 
 
+def with_expert_interval(cfg: TrainConfig) -> TrainConfig:
+    """`scheduler.interval` filled in, where one of a model's two experts is trained (`boundary`, `expert`): its own noise levels.
+
+    Raises:
+        UserError: no expert is chosen, or the interval that is set goes beyond the expert's.
+    """
+    known = signature(DENOISERS.get(cfg.model["type"])).parameters
+    defaults = {name: known[name].default for name in ("boundary", "expert") if name in known}
+    model = defaults | cfg.model
+    if model.get("boundary") is None:
+        return cfg
+    if model["expert"] not in ("high", "low"):
+        raise UserError(
+            f"model.expert={model['expert']!r}: the experts of {model['type']} are trained one at a time, in a run each: set "
+            "--model.expert high, or low."
+        )
+    own = (model["boundary"], 1.0) if model["expert"] == "high" else (0.0, model["boundary"])
+    scheduler = {"interval": own, **cfg.scheduler}
+    low, high = build_module(scheduler, SCHEDULERS).interval
+    if not own[0] <= low < high <= own[1]:
+        raise UserError(
+            f"scheduler.interval={low, high}: the expert {model['expert']!r} of {model['type']} works at noise levels {own}; leave "
+            "the interval out, or set a part of it."
+        )
+    logger.info("the %s-noise expert is trained at noise levels from %g to %g.", model["expert"], low, high)
+    return replace(cfg, scheduler=scheduler)
+
+
 def refuse_without_base(model: Mapping[str, Any]) -> None:
     """Adapters of random weights learn nothing.
 
@@ -163,21 +204,21 @@ def check_inputs_exist(cfg: TrainConfig) -> None:
     if cfg.val_every:
         check_exist(val_data_path=cfg.val_data_path, val_prompt_path=cfg.val_prompt_path)
         build_val_sampler(cfg)
+        if cfg.val_prompts is not None or cfg.val_prompt_path is not None:
+            validation_items(cfg)
     if cfg.wandb:
         check_wandb()
 
 
 def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
-    masks = MaskRatios(cfg.mask_ratios)
+    masks = MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios))
     source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
-    dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
+    dataset, vae, text_encoder, image_encoder, model = build_data_and_models(cfg, world)
     cfg = with_stored_size(cfg, dataset)
     check_classes_of_data(dataset, text_encoder)
-    if cfg.bucket_config is not None:
-        move_to_legal_sizes(dataset.buckets, vae)
-    encode = BatchEncoder(vae, text_encoder, model, world.device)
+    encode = BatchEncoder(vae, text_encoder, model, world.device, image_encoder=image_encoder, masks=masks)
     optimizer = build_optimizer(cfg, model)
     engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg), cuda_graphs=cfg.cuda_graphs)
     ema = build_ema(cfg, model, engine)
@@ -226,7 +267,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)
             z, cond = encode(batch, rngs)  # z [B, C, T, h, w]
             with engine.micro_step(last=i == cfg.accumulation_steps - 1):
-                mask = masks(z, rngs)  # [B, T], False at conditioning frames; None: there are none
+                mask = encode.conditioning_frames(z, rngs)  # [B, T], False at conditioning frames; None: there are none
                 loss = scheduler.training_losses(engine.model, z, cond, mask=mask, generators=rngs).mean()
             engine.backward(guard(loss, batch) / cfg.accumulation_steps)
             meter.add(batch, z, cond, loss)
@@ -261,15 +302,21 @@ def with_stored_size(cfg: TrainConfig, dataset: Any) -> TrainConfig:
     return replace(cfg, num_frames=size[0], image_size=size[1:])
 
 
-def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any]:
-    """The dataset, the frozen VAE and text encoder, and the denoiser to train; what loads for minutes comes last."""
+def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any, Any]:
+    """The dataset, the frozen VAE, text and image encoder, and the denoiser to train; what loads for minutes comes last."""
     refuse_misnamed(cfg.model.get("from_pretrained"))
     device = world.device
     vae = freeze(build_module(cfg.vae, VAES), device)
+    take_whole_patches(vae, cfg.model)
     component = legal_dataset(cfg.dataset, vae)
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    if cfg.bucket_config is not None:
+        move_to_legal_sizes(dataset.buckets, vae)
     held_out_dataset(cfg, vae)  # refuses a bad table now; validation, which comes last, reads it again
     text_encoder = freeze(build_module(cfg.text_encoder, TEXT_ENCODERS), device)
+    image_encoder = (
+        None if cfg.image_encoder is None else freeze(build_module(cfg.image_encoder, IMAGE_ENCODERS), device)
+    )
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
     model = build_module(
         cfg.model,
@@ -277,7 +324,11 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
         in_channels=vae.out_channels,
         caption_channels=text_encoder.output_dim,
         model_max_length=text_encoder.model_max_length,
-    ).to(device)
+        frozen_weights=cfg.frozen_weights,
+        device=device if device.type == "cuda" else None,
+    )
+    store_frozen(model, cfg.frozen_weights)
+    model.to(device)
     if cfg.lora is not None:
         add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
     if cfg.compile:
@@ -287,7 +338,9 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
         offload_activations(model)
     if world.sp_group is not None:
         parallelise(model, world.sp_group)
-    return dataset, vae, MemoizedTextEncoder(text_encoder) if cfg.cache_text else text_encoder, model
+    if cfg.cache_text:
+        text_encoder = MemoizedTextEncoder(text_encoder)
+    return dataset, vae, text_encoder, image_encoder, model
 
 
 def sampler_of(cfg: TrainConfig, dataset: Any, world: World) -> BatchSampler:
@@ -309,7 +362,7 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
     Raises:
         UserError: there would be nothing to train.
     """
-    MaskRatios(cfg.mask_ratios)  # refuses what is wrong with them
+    MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios))  # refuses what is wrong with them
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     sampler = sampler_of(cfg, dataset, world)
     if world.is_main:

@@ -1,6 +1,8 @@
 """Every shipped config loads against its schema, its model can be built, and its parts fit together."""
 
 import re
+import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from opensora.datasets.buckets.bucket import Buckets
 from opensora.inference.prompts import load_prompts
 from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.utils.errors import UserError
+from tests.scripts.conftest import load_script
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(
@@ -238,9 +242,10 @@ def test_how_released_weights_are_sampled(name, model: dict[str, Any], steps, sc
 
 @pytest.mark.parametrize("config", [c for c in OF_DENOISERS if encoder_of(c)["type"] == "t5"])
 def test_captions_are_cleaned_as_those_of_the_released_weights(config):
-    """PixArt, Latte-1 and Open-Sora 1.x; a sampling config is also for what its training config makes."""
-    assert config.split("/")[1 + config.startswith("configs/finetune")].startswith(("opensora", "pixart", "latte"))
-    assert encoder_of(config)["clean"] == "legacy"
+    """PixArt, Latte-1 and Open-Sora 1.x, or Wan; a sampling config is also for what its training config makes."""
+    family = config.split("/")[1 + config.startswith("configs/finetune")]
+    assert family.startswith(("opensora", "pixart", "latte", "wan"))
+    assert encoder_of(config)["clean"] == ("basic" if family == "wan" else "legacy")
 
 
 @pytest.mark.parametrize("config", [c for c in OF_DENOISERS if getattr(parse(c), "bucket_config", None)])
@@ -307,3 +312,28 @@ def test_speed_has_its_published_settings():
     weights = build_module(component, SCHEDULERS).loss_weights.table
     assert (float(weights[:700].min()), float(weights[:700].max())) == pytest.approx((0.4, 0.6), abs=0.01)
     assert set(weights[700:].tolist()) == {1.0}
+
+
+def test_an_expert_of_wan_is_trained_at_its_own_noise_levels(monkeypatch, capsys):
+    with_interval = load_script().with_expert_interval
+    cfg = parse("configs/wan/train/t2v-a14b-lora.py")
+    assert with_interval(cfg).scheduler["interval"] == (0.875, 1.0)
+    low = replace(cfg, model={**cfg.model, "expert": "low"})
+    assert with_interval(low).scheduler["interval"] == (0.0, 0.875)
+    part = replace(low, scheduler={**cfg.scheduler, "interval": (0.1, 0.8)})
+    assert with_interval(part) == part
+    with pytest.raises(UserError, match=r"interval=\(0.1, 0.8\): the expert 'high' .* at noise levels \(0.875, 1.0\)"):
+        with_interval(replace(part, model=cfg.model))
+    with pytest.raises(UserError, match="trained one at a time"):
+        with_interval(replace(cfg, model={**cfg.model, "expert": "both"}))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["train.py", str(ROOT / "configs/wan/train/t2v-a14b-lora.py"), "--data-path=x", "--model.expert=both"],
+    )
+    with pytest.raises(SystemExit):
+        load_script().main()
+    assert "trained one at a time" in capsys.readouterr().err
+    one = parse("configs/wan/train/t2v-1.3b-lora.py")
+    one = replace(one, scheduler={**one.scheduler, "interval": (0.5, 1.0)})  # of one network: as the user likes
+    assert with_interval(one) == one

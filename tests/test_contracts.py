@@ -13,6 +13,7 @@ from opensora.registry import (
     DATASETS,
     DENOISERS,
     DISCRIMINATORS,
+    IMAGE_ENCODERS,
     MODELS,
     SAMPLERS,
     SCHEDULERS,
@@ -227,7 +228,10 @@ def test_a_typo_lists_its_kind_alone(register):
     for name in ("VideoAutoencoderKL", "OwnVAE", "t5", "PatchDiscriminator"):
         assert name not in problem
     assert TEXT_ENCODERS.choices() == ["BareModule", "cached", "classes", "clip", "hf", "t5"]
-    kinds = [set(kind.choices()) - {"BareModule"} for kind in (DENOISERS, VAES, TEXT_ENCODERS, DISCRIMINATORS)]
+    kinds = [
+        set(kind.choices()) - {"BareModule"}
+        for kind in (DENOISERS, VAES, TEXT_ENCODERS, IMAGE_ENCODERS, DISCRIMINATORS)
+    ]
     assert set.union(*kinds) == set(MODELS.choices()) - {"BareModule"}
     assert sum(map(len, kinds)) == len(set.union(*kinds))
 

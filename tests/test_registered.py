@@ -30,13 +30,23 @@ VAE_TYPES = {cfg["type"] for cfg in VAES.values()}
 def test_no_registered_model_is_left_out():
     """A new name fails here until one of the tests below builds it."""
     assert MODELS.choices() == sorted(
-        [*DENOISERS, *NOVAS, *VAE_TYPES, *TEXT_ENCODERS, *DISCRIMINATORS, "cached", "classes", "ScaleOnlyVAE"]
+        [
+            *DENOISERS,
+            *NOVAS,
+            *VAE_TYPES,
+            *TEXT_ENCODERS,
+            *DISCRIMINATORS,
+            "cached",
+            "classes",
+            "clip-vision",
+            "ScaleOnlyVAE",
+        ]
     )
 
 
 @pytest.mark.parametrize("name", DENOISERS)
 def test_denoiser(name):
-    model = registry.DENOISERS.build({"type": name, **TOY})
+    model = registry.DENOISERS.build({"type": name, **TOY}).eval()
     cond = inputs(model)
     assert model(**cond).shape == (2, model.out_channels, *cond["x"].shape[2:])
     assert model.null_condition(3).shape == (3, *cond["y"].shape[1:])

@@ -36,20 +36,23 @@ class BlockUnits(NamedTuple):
     total: float
     mlp: float  # of its MLP alone
     products: float  # outputs of matrix products and attention, which "selective" keeps
+    attention: float  # outputs of attention, which "attention" keeps
 
 
 def block_units(block: nn.Module, num_bytes: int, *, kernels: bool = False) -> BlockUnits:
     """What a block keeps; `num_bytes`, `kernels`: see `activation_bytes`."""
-    total = mlp = products = 0.0
+    total = mlp = products = attention = 0.0
     for module in block.modules():
         if isinstance(module, Attention):
             total += SELF
             if not isinstance(module.q_norm, nn.Identity):
                 fused = kernels and module.norm_order == "norm_then_rope"
                 total += KERNELS_QK_NORM if fused else QK_NORM[num_bytes]
+            attention += 1.0
             products += 5.0  # qkv, attention, projection
         elif isinstance(module, CrossAttention):
             total += CROSS
+            attention += 1.0
             products += CROSS  # q, attention, projection
         elif isinstance(module, Mlp):
             assert isinstance(module.fc1, nn.Linear)
@@ -58,7 +61,7 @@ def block_units(block: nn.Module, num_bytes: int, *, kernels: bool = False) -> B
             products += ratio + 1
         elif isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("LayerNorm"):
             total += NORM
-    return BlockUnits(total + mlp, mlp, products + 1)
+    return BlockUnits(total + mlp, mlp, products + 1, attention)
 
 
 def activation_bytes(
@@ -99,4 +102,6 @@ def _kept(of: BlockUnits, part: str) -> tuple[float, float]:
         return 1.0, of.total
     if part == "mlp":
         return of.total - of.mlp + 1.0, of.mlp
+    if part == "attention":
+        return of.attention + 1.0, of.total - of.attention
     return of.products, of.total - of.products

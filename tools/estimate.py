@@ -15,7 +15,7 @@ Memory of a GPU, in bytes, for N parameters of which n are trained, on G GPUs of
     zero2        2N weights + 2n gradients + (4n + 8n + 4N) / G
 
 and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and the EMA are the
-adapters'. Activations: see tools/activations.py; with lora they are an upper bound. The VAE and the text encoder
+adapters', and with frozen_weights="bf16" the base is 2N, of which there are no copies. Activations: see tools/activations.py; with lora they are an upper bound. The VAE and the text encoder
 are counted as weights in their dtype: the processes of a node share those of a `shardformer`, and an encoder that leaves the
 GPU `between_uses` counts nothing. A T5 that is not known and has no config.json here is taken for T5-XXL, with a
 note. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator wastes are not counted. Hours count
@@ -146,7 +146,9 @@ def sizes_of(cfg: TrainConfig, model: Any) -> Sizes:
     return Sizes(total + adapters, adapters, adapters, gathered)
 
 
-def state_bytes(of: Sizes, engine: str, machines: Machines, *, shard: int, short: bool) -> dict[str, float]:
+def state_bytes(
+    of: Sizes, engine: str, machines: Machines, *, shard: int, short: bool, frozen: float = 4.0
+) -> dict[str, float]:
     """Bytes of a GPU for weights, gradients, optimizer, EMA and copies: the table above.
 
     Args:
@@ -155,20 +157,22 @@ def state_bytes(of: Sizes, engine: str, machines: Machines, *, shard: int, short
         machines: the GPUs.
         shard: GPUs that share the state of fsdp2.
         short: whether it computes in bf16 or fp16.
+        frozen: bytes of a weight that is not trained; one of 2 bytes is not cast.
     """
     N, n, G = of.all, of.trained, machines.gpus
+    stored = 4.0 * n + frozen * (N - n)
     if engine in ("ddp", "hybrid"):
         over = min(machines.per_node, G) if engine == "hybrid" else 1
-        weights, gradients, copies = 4.0 * N, (8.0 if G > 1 else 4.0) * n, N
+        weights, gradients, copies = stored, (8.0 if G > 1 else 4.0) * n, N
         optimizer, ema = 8.0 * n / over, 4.0 * of.ema
     elif engine == "zero2":
         weights, gradients, copies = 2.0 * N, 2.0 * n, 0
         optimizer, ema = 12.0 * n / G, 4.0 * of.ema / G
     else:
         copies = N if engine == "fsdp2 zero2" else of.gathered
-        weights, gradients = 4.0 * N / shard + 4.0 * copies, 4.0 * n / shard
+        weights, gradients = stored / shard + stored / N * copies, 4.0 * n / shard
         optimizer, ema = 8.0 * n / shard, 4.0 * of.ema / shard
-    casts = 2.0 * copies if short else 0.0
+    casts = 2.0 * copies * (1.0 if frozen == 4 else n / N) if short else 0.0
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "ema": ema, "copies": casts}
 
 
@@ -188,7 +192,8 @@ def memory_rows(
     tokens = math.prod(built.model.grid(clip.latent)) / cfg.sp_size
     sizes = sizes_of(cfg, built.model)
     for engine, level, batch in itertools.product(ENGINES, levels, batches or (clip.batch,)):
-        state = state_bytes(sizes, engine, machines, shard=_shard(cfg, machines), short=short)
+        stored = {"frozen": 2.0 if cfg.frozen_weights == "bf16" else 4.0}
+        state = state_bytes(sizes, engine, machines, shard=_shard(cfg, machines), short=short, **stored)
         kept = activation_bytes(
             built.model, batch * tokens, 2 if short else 4, level, compiled=cfg.compile, kernels=True
         )

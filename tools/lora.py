@@ -1,26 +1,40 @@
 """Take a LoRA out of a checkpoint, to ship it, or merge it into the model that it was trained on.
 
-    python -m tools.lora export CHECKPOINT FOLDER [--part ema|model]
+    python -m tools.lora export CHECKPOINT OUT [--format peft|diffusers|comfyui|kohya] [--part ema|model]
     python -m tools.lora merge LORA OUT.safetensors [--base WEIGHTS] [--config CONFIG] [--scale 1.0] [--dtype fp16|bf16|fp32]
                          [--imports FILE ...]
 
-`export` writes peft's adapter_config.json and adapter_model.safetensors, a few MB; `scripts/inference.py --lora FOLDER`
-and peft read them. `merge` writes plain weights for `--ckpt-path`. CHECKPOINT and LORA may be a checkpoint folder of a LoRA run, or
-the run's folder, whose newest checkpoint is taken: it knows its model and base. LORA may be an exported folder, which knows its
-base; the model is then what the base's file states, or that of --config, a training or sampling config. A model of your own is
-found through the config's `imports` or --imports (docs/own-parts.md).
+`export` writes a folder of peft's, adapter_config.json and adapter_model.safetensors, a few MB; or, of models that other programs
+know (Wan), one .safetensors file for diffusers (`load_lora_weights`), for ComfyUI, or with kohya's names. `scripts/inference.py --lora
+OUT` reads all of them. `merge` writes plain weights for `--ckpt-path`. CHECKPOINT and LORA may be a checkpoint folder of a LoRA run, or
+the run's folder, whose newest checkpoint is taken: it knows its model and base. LORA may be any file or folder that --lora takes; an
+exported folder knows its base; the model is then what the base's file states, or that of --config, a training or sampling config. A
+model of your own is found through the config's `imports` or --imports (docs/own-parts.md).
 """
 
+import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from opensora.checkpoint.load import MANIFEST, open_checkpoint
-from opensora.checkpoint.lora import CONFIG_FILE, Adapter, factors_of, merge_adapter, read_adapter, write_adapter
+from opensora.checkpoint.lora import (
+    CONFIG_FILE,
+    Adapter,
+    checkpoint_adapter,
+    merge_adapter,
+    read_adapter,
+    write_adapter,
+    write_lora_file,
+)
 from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.config.load import read_file
-from opensora.config.schema import LoraOptions
+from opensora.models.diffusers_denoiser import DiffusersDenoiser
+from opensora.registry import MODELS
+from opensora.training.lora import target_names
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import read_json
 from opensora.utils.imports import import_parts
@@ -31,20 +45,36 @@ from tools.convert import load, newest_checkpoint, refuse_overflow, stated_model
 log = logging.getLogger("opensora.lora")
 
 
-def export(checkpoint: Path, out: Path, *, part: str = "ema") -> Path:
-    """Write the adapter of a checkpoint as peft does; returns the folder.
+def export(checkpoint: Path, out: Path, *, part: str = "ema", form: str = "peft") -> Path:
+    """Write the adapter of a checkpoint as peft does, or as one file for other programs; returns `out`.
+
+    Args:
+        checkpoint: folder of a checkpoint.
+        out: the folder to make, or the .safetensors file.
+        part: "ema" or "model".
+        form: "peft", "diffusers", "comfyui" or "kohya".
 
     Raises:
-        UserError: it is no checkpoint of a LoRA run, or `out` is there already.
+        UserError: it is no checkpoint of a LoRA run, its model has no names in other programs, or `out` is there already.
     """
     opened = open_checkpoint(checkpoint)
     config = opened.manifest.get("config") or {}
-    if config.get("lora") is None:
-        raise UserError(
-            f"{checkpoint} is a checkpoint of a run without lora; take its weights with tools.export_weights."
-        )
-    adapter = Adapter(factors_of(opened.tensors(part), checkpoint), LoraOptions.of(config["lora"]).scale)
-    return write_adapter(adapter, out, base=config["model"].get("from_pretrained"))
+    adapter = checkpoint_adapter(opened, part)
+    constructor = inspect.unwrap(MODELS.get(str(config["model"].get("type"))) or Adapter)
+    if issubclass(constructor, DiffusersDenoiser):  # by the names of diffusers' network
+        adapter = adapter._replace(factors={n.removeprefix("net."): pair for n, pair in adapter.factors.items()})
+    if form == "peft":
+        return write_adapter(adapter, out, base=config["model"].get("from_pretrained"))
+    original_name = getattr(constructor, "original_name", None)
+    if original_name is None:
+        raise UserError(f"{config['model'].get('type')}: {form} knows no such model; export its LoRA as peft.")
+    if form == "kohya":  # diffusers reads such a file only if every layer of the blocks is in it
+        with torch.device("meta"):
+            model = MODELS.build(usable_model(config, checkpoint))
+        shapes = {name: model.get_submodule(name).weight.shape for name in target_names(model, "all-linear")}
+        zeros = {n.removeprefix("net."): (torch.zeros(1, s[1]), torch.zeros(s[0], 1)) for n, s in shapes.items()}
+        adapter = adapter._replace(factors=zeros | adapter.factors)
+    return write_lora_file(adapter, out, form, original_name)
 
 
 def merge(
@@ -119,10 +149,13 @@ def main() -> None:
     """The command line."""
     parser = Parser(__doc__, __spec__)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("export", help="a checkpoint's adapter as a folder of peft")
+    one = commands.add_parser("export", help="a checkpoint's adapter as a file of its own")
     one.add_argument("checkpoint", type=Path)
     one.add_argument("out", type=Path)
     one.add_argument("--part", choices=("ema", "model"), default="ema")
+    one.add_argument(
+        "--format", choices=("peft", "diffusers", "comfyui", "kohya"), default="peft", help="who is to read it"
+    )
     two = commands.add_parser("merge", help="base and adapter as plain weights")
     two.add_argument("lora", type=Path, help="checkpoint or folder of a LoRA run, or an exported folder")
     two.add_argument("out", type=Path, nargs="?", help="the .safetensors file to make")
@@ -138,7 +171,7 @@ def main() -> None:
     show_messages()
     if args.command == "export":
         checkpoint = Path(newest_checkpoint(str(args.checkpoint)))
-        print(export(checkpoint, args.out, part=args.part))
+        print(export(checkpoint, args.out, part=args.part, form=args.format))
         return
     outs = [out for out in (args.out, args.out_file) if out is not None]
     if len(outs) != 1:

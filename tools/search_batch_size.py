@@ -38,6 +38,7 @@ from opensora.config.resolve import Draft
 from opensora.config.schema import LoraOptions
 from opensora.config.yacs import deepspeed_overrides
 from opensora.datasets.buckets.bucket import Buckets, parse_num_frames
+from opensora.models.loading import store_frozen
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.loop import build_ema, build_optimizer, engine_settings
@@ -104,7 +105,11 @@ class Trainer:
         if text_width is not None:
             sizes["caption_channels"] = text_width
         torch.manual_seed(cfg.seed)  # the model as scripts/train.py makes it, with random weights
-        model: Any = build_module({**cfg.model, "from_pretrained": None}, MODELS, **sizes).to(self.device)
+        settings = {**cfg.model, "from_pretrained": None}
+        storage = {"frozen_weights": cfg.frozen_weights, "device": self.device}
+        model: Any = build_module(settings, MODELS, **sizes, **storage)
+        store_frozen(model, cfg.frozen_weights)
+        model.to(self.device)
         if cfg.lora is not None:
             add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
         if cfg.compile:

@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay where they are: each copy costs some ten microseconds, whatever its size."""
 
-KEPT = {
-    "aten::mm",
-    "aten::addmm",
-    "aten::linear",
+ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_fused_attention_overrideable",
-}
-"""Whose results "selective" keeps, and our own kernels' but `CHEAP`. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
+)
+"""Whose results "attention" keeps, with our own kernels'."""
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear")
+"""Whose results "selective" keeps as well. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
 
 CHEAP = {"opensora::norm_heads"}
 """Kernels of our own that only pass over memory."""
@@ -62,8 +62,10 @@ def checkpoint_activations(
     for block, kind in zip(blocks, checkpointed_parts(level, len(blocks), stacks), strict=True):
         if kind == "nothing":
             continue
-        eager, compiled = (_SELECTIVE, _SELECTIVE) if kind == "selective" else ({}, _WHOLE_COMPILED)
-        part = getattr(block, "mlp", None) if kind == "mlp" else block
+        eager, compiled = (KEEPING[kind],) * 2 if kind in KEEPING else ({}, _WHOLE_COMPILED)
+        names = ("mlp", "ffn", "ff")  # ours and diffusers'
+        mlp = next((getattr(block, name) for name in names if hasattr(block, name)), None)
+        part = mlp if kind == "mlp" else block
         if part is None:
             raise UserError(
                 f"grad_checkpoint={level!r} means MLPs, and a {type(block).__name__} has none; try 'block'."
@@ -144,10 +146,10 @@ getattr(wrap_operator, "log", logger).addFilter(
 )
 
 
-def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _keep(kept: tuple[str, ...], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name: str = op.name()
     ours = name.startswith("opensora::") and not name.endswith("backward") and name not in CHEAP
-    return CheckpointPolicy.MUST_SAVE if ours or name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if ours or name in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _recompute_all() -> Any:
@@ -156,7 +158,10 @@ def _recompute_all() -> Any:
 
 _recompute_all.cache_hash = "opensora: everything again"  # type: ignore[attr-defined]  # else no program is cached on disk
 # arguments of `checkpoint`
-_SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
+KEEPING: dict[str, dict[str, Any]] = {
+    kind: {"context_fn": partial(create_selective_checkpoint_contexts, partial(_keep, kept))}
+    for kind, kept in (("attention", ATTENTION), ("selective", (*ATTENTION, *PRODUCTS)))
+}
 _WHOLE_COMPILED: dict[str, Any] = {"context_fn": _recompute_all} if TAGS_MISS_FUNCTIONS else {}
 
 

@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from opensora.checkpoint.save import MANIFEST, STATE, Writing
@@ -189,7 +190,7 @@ def load_strictly(
     """Copy `state` into `model`; every parameter and saved buffer must be there with its shape, and nothing else.
 
     Where the model is sharded each process takes its part. Those named in `may_miss` need not be there, and keep their
-    values.
+    values. A parameter on the meta device gets memory on the CPU, in its dtype, one at a time.
 
     Raises:
         UserError: names or shapes differ; the model is left as it was.
@@ -227,7 +228,12 @@ def load_strictly(
             + advice
         )
     for name in both:
-        load_into(own[name], state, name)
+        target = own[name]
+        if target.is_meta:
+            module, _, leaf = name.rpartition(".")
+            target = nn.Parameter(torch.empty_like(target, device="cpu"), requires_grad=target.is_floating_point())
+            setattr(model.get_submodule(module), leaf, target)
+        load_into(target, state, name)
 
 
 def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:

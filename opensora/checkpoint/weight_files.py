@@ -234,13 +234,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 # --- which file
 
 
-def find_weights(name: str | Path) -> Path:
-    """The file of weights, or the index of shards, that `name` means.
+def find_weights(name: str | Path, subfolder: str = "transformer") -> Path:
+    """The file of weights, or the index of shards, that `name` means; of a diffusers pipeline, in its `subfolder`.
 
     `name` is a file; a folder with one set of weights (safetensors before pickles, shards with their index, the plain
     files before variants such as `.fp16.`); the folder of a diffusers pipeline; a checkpoint of Open-Sora's own trainer
-    (ColossalAI's shards in `model`); a hub id, `owner/name` or `owner/name/file`, of which only the weights and JSON
-    files are downloaded, into the hub's cache; or the name of one of `RELEASED`, in `DOWNLOADS` or on the hub.
+    (ColossalAI's shards in `model`); a hub id, `owner/name` or a file or folder in it, `owner/name/file`, of which only
+    the weights and JSON files are downloaded, into the hub's cache; or the name of one of `RELEASED`, in `DOWNLOADS` or on
+    the hub.
 
     Raises:
         UserError: there is nothing, several sets of weights, or a checkpoint of other code that must be converted first.
@@ -250,7 +251,7 @@ def find_weights(name: str | Path) -> Path:
         raise UserError(foreign_checkpoint(path.parent))
     if path.is_file():
         return path
-    return _in_folder(path) if path.is_dir() else _on_hub(*_hub_id(name))
+    return _in_folder(path, subfolder) if path.is_dir() else _on_hub(*_hub_id(name), subfolder)
 
 
 def foreign_checkpoint(folder: Path) -> str:
@@ -311,13 +312,13 @@ def _hub_id(name: str | Path) -> tuple[str, str | None]:
     return hub_id[1], hub_id[2]
 
 
-def _in_folder(folder: Path) -> Path:
-    pipeline = (folder / PIPELINE).is_file()
-    if pipeline and not (folder / "transformer").is_dir():
-        raise UserError(f"{folder} is a pipeline without a folder transformer: it has no denoiser that fits here.")
+def _in_folder(folder: Path, subfolder: str = "transformer") -> Path:
+    pipeline = (folder / PIPELINE).is_file() or (folder / "transformer_2").is_dir()  # or its two networks alone
+    if pipeline and not (folder / subfolder).is_dir():
+        raise UserError(f"{folder} is a pipeline without a folder {subfolder}: it has no denoiser that fits here.")
     if pipeline:
-        log.info("%s is a pipeline: reading its transformer", folder)
-        return _in_folder(folder / "transformer")
+        log.info("%s is a pipeline: reading its %s", folder, subfolder)
+        return _in_folder(folder / subfolder)
     if _of_colossalai(folder):
         hint = "".join(f"; for the EMA weights name {file}" for file in _ema_files(folder)[:1])
         log.info("%s is a checkpoint of Open-Sora's own trainer: reading its model, as that code does%s", folder, hint)
@@ -380,23 +381,25 @@ def _choose(kinds: Mapping[str, Kind], shards: Callable[[str], Collection[str]],
     return entries[0]
 
 
-def _on_hub(repo: str, file: str | None) -> Path:
+def _on_hub(repo: str, file: str | None, subfolder: str) -> Path:
     import huggingface_hub
 
-    if file is None:
+    if file is None or PurePosixPath(file).suffix not in SUFFIXES:  # the whole repository, or perhaps a folder in it
         try:
             names = [entry.rfilename for entry in huggingface_hub.HfApi().model_info(repo).siblings or []]
         except Exception as error:  # noqa: BLE001  (the client's network errors share no base over its versions)
-            return _in_cache(repo, error)
-        base = "transformer/" if PIPELINE in names else ""
-        kinds: dict[str, Kind] = {}  # by their names: nothing is downloaded yet
-        for name in sorted(name.removeprefix(base) for name in names if name.startswith(base)):
-            if "/" not in name and re.search(r"\.index(\.\w+)?\.json$", name):
-                kinds[name] = "index"
-            elif "/" not in name and Path(name).suffix in SUFFIXES:
-                kinds[name] = SUFFIXES[Path(name).suffix]
-        where = f"{repo}{'/' + base if base else ''} on the hub"
-        file = base + _choose(kinds, lambda index: _shards_of(_download(repo, base + index)), where)
+            return _in_cache(repo, file, subfolder, error)
+        if file not in names:
+            base = file or (subfolder if PIPELINE in names else "")
+            base = base and f"{base.rstrip('/')}/"
+            kinds: dict[str, Kind] = {}  # by their names: nothing is downloaded yet
+            for name in sorted(name.removeprefix(base) for name in names if name.startswith(base)):
+                if "/" not in name and re.search(r"\.index(\.\w+)?\.json$", name):
+                    kinds[name] = "index"
+                elif "/" not in name and Path(name).suffix in SUFFIXES:
+                    kinds[name] = SUFFIXES[Path(name).suffix]
+            where = f"{repo}{'/' + base if base else ''} on the hub"
+            file = base + _choose(kinds, lambda index: _shards_of(_download(repo, base + index)), where)
     path = _download(repo, file)
     if kind_of(path) == "index":
         _download(repo, *(f"{Path(file).parent.as_posix()}/{name}".removeprefix("./") for name in _shards_of(path)))
@@ -418,7 +421,7 @@ def _download(repo: str, *files: str) -> Path:
     return Path(folder) / files[0]
 
 
-def _in_cache(repo: str, error: Exception) -> Path:
+def _in_cache(repo: str, file: str | None, subfolder: str, error: Exception) -> Path:
     """What an earlier run downloaded, where the hub cannot be asked."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -432,4 +435,7 @@ def _in_cache(repo: str, error: Exception) -> Path:
         raise hub_error(repo, "weights", error) from error
     latest = max(cached[0].revisions, key=lambda revision: ("main" in revision.refs, revision.last_modified))
     log.info("the hub was not reached (%s): reading %s from its cache", type(error).__name__, repo)
-    return _in_folder(latest.snapshot_path)
+    found = latest.snapshot_path / (file or "")
+    if not found.exists():
+        raise hub_error(f"{repo}/{file}", "weights", error) from error
+    return found if found.is_file() else _in_folder(found, subfolder)

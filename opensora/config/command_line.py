@@ -151,7 +151,8 @@ def _count_values(schema: Schema, tokens: Sequence[str], annotation: Any, *, con
     """How many of the next tokens are values of a flag of that type; None: a flag that is wrong, and takes all."""
     kinds = [typing.get_origin(member) or member for member in members(annotation)]
     end = next((i for i, token in enumerate(tokens) if _is_flag(token)), len(tokens))
-    if config_comes and (bool in kinds or annotation is None):  # `--wandb configs/x.py`
+    may_end = bool in kinds or annotation is None or (list in kinds and {str, float} & {*kinds})
+    if config_comes and may_end:  # `--wandb configs/x.py`, `--lora a b configs/x.py`
         end = next((i for i, token in enumerate(tokens[:end]) if _names_config(token)), end)
     if {list, bool, Any} & {*kinds} or annotation is None:  # `--prompt "a lake" seed=3`, `--scheduler.faster seed=3`
         names = {*schema_fields(schema), *schema.aliases, *schema.removed, *FOREIGN_NAMES, *schema.other_names}
@@ -197,7 +198,7 @@ def parse_texts(texts: Sequence[str], annotation: Any) -> Any:
         try:
             if member is bool:
                 value = parse_bool(text)
-            elif member in (int, float, str):
+            elif member in (int, float, str) and single:
                 value = member(text)
             elif origin is Literal:
                 value = text

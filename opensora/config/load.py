@@ -226,7 +226,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Any]:
             f"{folder} is no checkpoint of a training run: it has no {MANIFEST} with a config. Name a config file, and the weights "
             "as ckpt_path."
         )
-    names = ["model", "vae", "text_encoder", "seed", "dtype", "device", "imports"]
+    names = ["model", "vae", "text_encoder", "image_encoder", "seed", "dtype", "device", "imports"]
     values = {name: trained[name] for name in names if name in trained}
     sizes = ("num_frames", "image_size")
     values |= {name: trained[name] for name in sizes if name in trained and not trained.get("bucket_config")}
@@ -236,6 +236,8 @@ def _read_checkpoint(folder: Path) -> dict[str, Any]:
     values["fps"] = fps or FULL_FPS / (trained.get("frame_interval") or 1)
     if trained.get("lora"):
         values["lora"] = str(folder)
+        if values["model"].get("expert") in ("high", "low"):  # of two; the adapter says which it is for
+            values["model"] = {**values["model"], "expert": "both"}
     else:
         values["model"] = {**values["model"], "from_pretrained": str(folder)}
     return values

@@ -48,7 +48,7 @@ NUM_FRAMES = r"[0-9]{1,9}|[0-9]{1,6}(\.[0-9]{1,6})?[sx]"  # a number, seconds, o
 FIRST = "Set first"
 # groups of --help and docs/config.md; what people set first is in FIRST instead (`RunConfig.first`)
 GROUPS = {
-    "Model": "model vae text_encoder scheduler ckpt_path lora lora_scale flash_attn layernorm_kernel imports",
+    "Model": "model vae text_encoder image_encoder scheduler ckpt_path lora lora_scale flash_attn layernorm_kernel imports",
     "Data": "data_path files root dataset num_workers prefetch_gib num_samples cache_text dry_run",
     "Frames and size": "num_frames duration fps frame_interval image_size resolution aspect_ratio aspect_ratio_order "
     "multi_resolution use_image_transform bucket_config bucket_tail bucket_order mixed_lengths mask_ratios",
@@ -66,11 +66,14 @@ GROUPS = {
     "val_image_size val_fps val_scheduler eval_data_path eval_every eval_num_samples",
     "Output": "save_dir save_fps sample_name prompt_as_path num_sample save_format",
     "Logging": "log_every wandb peak_tflops verbose",
-    "Speed and memory": "dtype device compile compiler compiler_config grad_checkpoint activation_offload cuda_graphs offload "
+    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload cuda_graphs offload "
     "vae_tiling step_cache",
-    "Distributed": "plugin fsdp_reshard shard_size hybrid_zero optimizer_offload sp_size cfg_parallel",
+    "Distributed": "plugin fsdp_reshard fsdp_gather fsdp_reduce shard_size hybrid_zero optimizer_offload sp_size cfg_parallel",
     "Randomness": "seed",
 }
+
+
+FROZEN_WEIGHTS = "storage of weights that are not trained: bf16 takes half of the memory"
 
 
 class Bounds(NamedTuple):
@@ -222,6 +225,7 @@ class TrainConfig(LoopConfig):
     model: Component = option("denoiser component")
     vae: Component = option("VAE component")
     text_encoder: Component = option("text encoder component")
+    image_encoder: Component | None = option("image encoder component, of models that read features of images", None)
     scheduler: Component = option("diffusion component")
     num_frames: int = option("frames of a clip", 16, AT_LEAST_ONE)
     image_size: tuple[int, int] = option("height and width of a clip in pixels", (256, 256), AT_LEAST_ONE)
@@ -237,8 +241,8 @@ class TrainConfig(LoopConfig):
     mask_ratios: dict[str, float] | None = option("conditioning frames: kind of mask -> probability", None)
     cache_text: bool = option("keep encoded captions in memory", False)
     grad_checkpoint: str = option(
-        "activation checkpointing: none, block, every:k (each k-th block), mlp, mlp:1/3, mlp:2/3, selective (all but matrix "
-        "products), selective:k (of each k-th block, the others whole), selective+every:k (each k-th block whole)",
+        "activation checkpointing: none, block, every:k (each k-th block), mlp, mlp:1/3, mlp:2/3, attention (all but "
+        "attention), selective (all but attention and matrix products), selective:k (of each k-th block, the others whole), selective+every:k (each k-th block whole)",
         "none",
     )
     activation_offload: bool = option("keep activations of 1 MiB or more in the CPU's memory", False)
@@ -248,11 +252,14 @@ class TrainConfig(LoopConfig):
         "engine: ddp holds everything in each process, fsdp2 shards it; zero2 and zero2-seq are ColossalAI's", "ddp"
     )
     fsdp_reshard: Literal["zero2", "zero3"] = option("fsdp2: zero3 gathers weights again in the backward pass", "zero2")
+    fsdp_gather: Literal["fp32", "bf16"] = option("fsdp2: dtype in which the weights of blocks travel", "fp32")
+    fsdp_reduce: Literal["fp32", "bf16"] = option("fsdp2: dtype in which gradients are added up over processes", "fp32")
     sp_size: int = option("processes that share one sample; 1: no sequence parallelism", 1, AT_LEAST_ONE)
     lora: Component | None = option(
         "train low-rank adapters: dict(rank=16, alpha=16, target_modules='attention', dropout=0.0); see fine-tuning.md",
         None,
     )
+    frozen_weights: Literal["fp32", "bf16"] = option(f"{FROZEN_WEIGHTS}; with lora, of its base", "fp32")
     val_every: int = option("optimizer steps between two validations; 0: none", 0, COUNT)
     val_data_path: str | None = option("table of held-out clips for a loss, read with the settings of dataset", None)
     val_num_samples: int = option("clips of that table, evenly picked", 64, AT_LEAST_ONE)
@@ -273,7 +280,8 @@ class TrainConfig(LoopConfig):
         validation = [name for name in schema_fields(type(self)) if name.startswith("val_") and name not in of_samples]
         same = f"with shard_size={self.shard_size}, which says the same"
         problems = super().problems() + self.without_effect(
-            (self.plugin != "fsdp2", engine, ["fsdp_reshard"]),
+            (self.plugin != "fsdp2", engine, ["fsdp_reshard", "fsdp_gather", "fsdp_reduce"]),
+            (self.lora is None, "without lora: what is trained stays in fp32", ["frozen_weights"]),
             (colossalai, engine, ["hybrid_zero", "optimizer_offload", "shard_size"]),
             (self.plugin == "ddp" and not self.hybrid_zero, f"{engine} without hybrid_zero=True", ["shard_size"]),
             (self.plugin == "fsdp2" and self.shard_size is not None, same, ["hybrid_zero"]),
@@ -301,12 +309,15 @@ class TrainConfig(LoopConfig):
             )
             if self.cuda_graphs and on
         ]
+        problems += frozen_in_fp32(self)
         level, sized = self.grad_checkpoint, self.val_num_frames is not None and self.val_image_size is not None
         return problems + [
             message
             for wrong, message in (
-                (self.activation_offload and level.startswith("selective"),
+                (self.activation_offload and level.startswith(("attention", "selective")),
                  f"activation_offload does not reach what grad_checkpoint={level!r} keeps: use 'block' or 'mlp'."),
+                (self.fsdp_gather == "bf16" and self.plugin == "fsdp2" and self.dtype not in ("bf16", "bfloat16"),
+                 f"fsdp_gather='bf16' is for dtype='bf16': with dtype={self.dtype!r} keep fsdp_gather='fp32'."),
                 (self.compile and lora.get("dropout"),
                  "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."),
                 (buckets and not variable,
@@ -347,6 +358,7 @@ class InferenceConfig(RunConfig):
     model: Component = option("denoiser component")
     vae: Component = option("VAE component")
     text_encoder: Component = option("text encoder component")
+    image_encoder: Component | None = option("image encoder component, of models that read features of images", None)
     scheduler: Component = option("diffusion component")
     num_frames: int | str | None = option(
         'frames to generate; 1: an image, "4s": about 4 seconds, "2x": twice two seconds', None, AT_LEAST_ONE
@@ -388,8 +400,12 @@ class InferenceConfig(RunConfig):
     save_dir: str = option("folder for the results", "./samples")
     sample_name: str | None = option("start of the names of the result files", None)
     prompt_as_path: bool = option("name a result file after its prompt", False)
-    lora: str | None = option("adapter to merge into the model: a folder of peft, or a checkpoint with lora", None)
-    lora_scale: float = option("strength of the adapter; 0 is the model alone", 1.0)
+    lora: str | list[str] | dict[str, str | list[str]] | None = option(
+        "adapters to merge into the model: files, folders of peft, checkpoints with lora; of two experts dict(high=..., low=...)",
+        None,
+    )
+    lora_scale: float | list[float] = option("their strength, one or one for each; 0 is the model alone", 1.0)
+    frozen_weights: Literal["fp32", "bf16"] = option(f"{FROZEN_WEIGHTS}; of the whole model", "fp32")
     save_format: Literal["mp4", "webm", "gif"] = option("of the videos; a single frame is a PNG", "mp4")
     verbose: int = option("0 errors only, 1 progress, 2 details", 1, COUNT)
     negative_prompt: list[str] | None = option("one for all prompts, or one for each; None: no text", None)
@@ -412,7 +428,7 @@ class InferenceConfig(RunConfig):
         kind = str(self.model.get("type"))
         of_texts, edits = ["aes", "flow", "camera_motion", "llm_refine"], self.loop == 1 and self.extend is None
         classes = self.text_encoder.get("type") == "classes"
-        problems = self.without_effect(
+        problems = frozen_in_fp32(self) + self.without_effect(
             (not kind.startswith("NOVA"), f"on a {kind}: use flow", ["motion_flow"]),
             (self.lora is None, "without lora", ["lora_scale"]),
             (self.num_frames == 1, "on an image: num_frames=1 makes a PNG", ["save_format"]),
@@ -552,6 +568,15 @@ def validation_sampler(scheduler: Component, val_scheduler: Component | None) ->
     }
 
 
+def frozen_in_fp32(cfg: TrainConfig | InferenceConfig) -> list[str]:
+    """What is wrong where weights are stored in less than fp32, and products are not: only autocast makes both the same."""
+    if cfg.frozen_weights == "fp32" or cfg.dtype not in ("fp32", "float32"):
+        return []
+    return [
+        f"frozen_weights={cfg.frozen_weights!r} needs dtype='bf16' (or 'fp16'); with dtype={cfg.dtype!r} leave it out."
+    ]
+
+
 # --- the values of `lora` and of `grad_checkpoint`
 
 
@@ -601,7 +626,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def checkpointed_parts(level: str, depth: int, stacks: Sequence[int] | None = None) -> list[str]:
-    """What a value of `grad_checkpoint` checkpoints of each block: "nothing", "block", "mlp" or "selective".
+    """What a value of `grad_checkpoint` checkpoints of each block: "nothing", "block", "mlp", "attention" or "selective".
 
     "mlp:1/3" and "mlp:2/3" are levels 1 and 2 of NOVA (Deng et al. 2024): the MLPs of the first, of the first two of its
     three stacks. Other denoisers are one stack, of which they take thirds.
@@ -615,11 +640,11 @@ def checkpointed_parts(level: str, depth: int, stacks: Sequence[int] | None = No
         UserError: there is no such level.
     """
     found = re.fullmatch(
-        r"(none|block|mlp|selective)|mlp:([12])/3|(every|selective|selective\+every):0*([1-9]\d*)", level
+        r"(none|block|mlp|attention|selective)|mlp:([12])/3|(every|selective|selective\+every):0*([1-9]\d*)", level
     )
     if found is None:
         raise UserError(
-            f"grad_checkpoint={level!r} is not one of none, block, every:k, mlp, mlp:1/3, mlp:2/3, selective, selective:k, "
+            f"grad_checkpoint={level!r} is not one of none, block, every:k, mlp, mlp:1/3, mlp:2/3, attention, selective, selective:k, "
             "selective+every:k (k from 1)."
         )
     word, thirds, numbered, k = found.groups()
@@ -661,7 +686,9 @@ class Field(NamedTuple):
     @property
     def takes_keys(self) -> bool:
         """Whether `--name.key` makes sense."""
-        return any(member in (Component, dict[str, float]) for member in members(self.annotation))
+        return any(
+            member in (Component, dict[str, float], dict[str, str | list[str]]) for member in members(self.annotation)
+        )
 
     def problem(self, value: Any) -> str:
         """Which limit a value of the right type breaks, or an empty string."""

@@ -5,14 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora.checkpoint.lora import merge_adapter, read_adapter
+import torch
+
+from opensora.checkpoint.lora import merge_adapter, read_adapters
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, read_file, to_dict
-from opensora.inference.sizes import overlap
-from opensora.registry import DENOISERS, SAMPLERS, TEXT_ENCODERS, VAES, build_module
+from opensora.inference.sizes import overlap, take_whole_patches
+from opensora.models.image_encoder import check_image_encoder
+from opensora.models.loading import store_frozen
+from opensora.registry import DENOISERS, IMAGE_ENCODERS, SAMPLERS, TEXT_ENCODERS, VAES, build_module
 from opensora.utils.imports import import_parts
 
-COMPONENTS = {"model": DENOISERS, "vae": VAES, "text_encoder": TEXT_ENCODERS, "scheduler": SAMPLERS}
+COMPONENTS = {
+    "model": DENOISERS,
+    "vae": VAES,
+    "text_encoder": TEXT_ENCODERS,
+    "image_encoder": IMAGE_ENCODERS,
+    "scheduler": SAMPLERS,
+}
 
 
 class Components(NamedTuple):
@@ -22,36 +32,46 @@ class Components(NamedTuple):
     vae: Any
     text_encoder: Any
     scheduler: Any
+    image_encoder: Any = None
 
 
-def build_components(cfg: InferenceConfig) -> Components:
+def build_components(cfg: InferenceConfig, device: torch.device | None = None) -> Components:
     """Build all components that `cfg` names, on the CPU.
+
+    Args:
+        device: where random initial weights of a large model are made, instead.
 
     Raises:
         PartError: one cannot be built.
         UserError: weights cannot be read, or the size is none that the VAE can make.
     """
     refuse_misnamed(cfg.model.get("from_pretrained"))
-    adapter = None if cfg.lora is None else read_adapter(cfg.lora)
+    check_image_encoder(cfg.model, cfg.image_encoder)
+    adapters = [] if cfg.lora is None else read_adapters(cfg.lora, cfg.lora_scale)
     scheduler = build_module(cfg.scheduler, SAMPLERS)  # quickly found mistakes come before minutes of loading
     vae = build_module(cfg.vae, VAES)
+    take_whole_patches(vae, cfg.model)
     if isinstance(cfg.num_frames, int) and cfg.loop > 1:
         overlap(vae, vae.legal_num_frames(cfg.num_frames), cfg.condition_frame_length)  # refuses what cannot be shared
     text_encoder = build_module(cfg.text_encoder, TEXT_ENCODERS)
+    image_encoder = None if cfg.image_encoder is None else build_module(cfg.image_encoder, IMAGE_ENCODERS)
     model = build_module(
         cfg.model,
         DENOISERS,
         in_channels=vae.out_channels,
         caption_channels=text_encoder.output_dim,
         model_max_length=text_encoder.model_max_length,
+        frozen_weights=cfg.frozen_weights,
+        device=device,
     )
+    store_frozen(model, cfg.frozen_weights)
     if cfg.model.get("from_pretrained") is None:
         warnings.warn("the model has random weights; name a checkpoint with --ckpt-path.", stacklevel=3)
-    if adapter is not None:
-        merge_adapter(model, adapter, cfg.lora_scale, str(cfg.lora))
-    for part in (model, vae, text_encoder):
+    for path, adapter, scale in adapters:
+        merge_adapter(model, adapter, scale, path)
+    for part in (model, vae, text_encoder, *([] if image_encoder is None else [image_encoder])):
         part.requires_grad_(False).eval()
-    return Components(model, vae, text_encoder, scheduler)
+    return Components(model, vae, text_encoder, scheduler, image_encoder)
 
 
 def inference_config(source: str | Path, changes: Mapping[str, Any]) -> InferenceConfig:

@@ -19,9 +19,10 @@ from opensora.inference.manifest import OF_A_BATCH, describe_checkpoint, hardwar
 from opensora.inference.output import check_rate, sample_file_name
 from opensora.inference.pipeline import Request, VideoPipeline, needs_null
 from opensora.inference.prompts import PromptItem, load_items
-from opensora.inference.references import check_files_exist, check_shortcuts, conditioning, sources_of
+from opensora.inference.references import check_files_exist, check_has_images, check_shortcuts, conditioning, sources_of
 from opensora.inference.refine import refine_prompts
 from opensora.inference.sizes import VideoSize, saved_rate
+from opensora.models.image_encoder import check_image_encoder
 from opensora.registry import SAMPLERS, TEXT_ENCODERS, build_module
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError, first_few
@@ -48,6 +49,8 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     items = load_items(cfg)
     check_files_exist(cfg, items)
     check_shortcuts(cfg, items)
+    check_image_encoder(cfg.model, cfg.image_encoder)
+    check_has_images(cfg, items)
     if cfg.align is not None and not any(sources_of(cfg, item) for item in items):
         logger.info("note: align=%d has no effect: no prompt has references that could be moved.", cfg.align)
     if cfg.mask_strategy_format != "six-fields" and all(item.mask_strategy is None for item in items):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from opensora.checkpoint.load import MANIFEST
+from opensora.checkpoint.lora import lora_files
 from opensora.config.load import changed_settings
 from opensora.config.schema import InferenceConfig
 from opensora.config.upgrade import upgrade_all
@@ -237,9 +238,10 @@ def inputs_of(config: Mapping[str, Any], sources: Sequence[str]) -> dict[str, An
         `references`: a hash of the content of each local image or video of `sources`; a URL is known by its name alone.
         `weights`: `describe_checkpoint` of adapter, VAE and text encoder, since hashing gigabytes may take longer than sampling.
     """
-    weights = {} if config.get("lora") is None else {"lora": config["lora"]}  # a sidecar may be older than the field
-    for part in ("model", "vae", "text_encoder"):
-        weights.update(_files_in(config[part], part))
+    loras = lora_files(config.get("lora") or [])  # a sidecar may be older than the field
+    weights = {f"lora{f'.{i}' if len(loras) > 1 else ''}": path for i, (_, path) in enumerate(loras)}
+    for part in ("model", "vae", "text_encoder", "image_encoder"):
+        weights.update(_files_in(config.get(part) or {}, part))
     weights.pop("model.from_pretrained", None)  # the sidecar's `checkpoint`
     return {
         "references": {source: content_hash(source) for source in dict.fromkeys(sources) if "://" not in source},
@@ -270,7 +272,7 @@ def _files_in(component: Mapping[str, Any], name: str) -> Iterator[tuple[str, st
     for key, value in component.items():
         if isinstance(value, Mapping):
             yield from _files_in(value, f"{name}.{key}")
-        elif key in ("from_pretrained", "tokenizer") and isinstance(value, str):
+        elif key in ("from_pretrained", "from_pretrained_2", "tokenizer") and isinstance(value, str):
             yield f"{name}.{key}", value
 
 

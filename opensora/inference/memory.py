@@ -50,6 +50,7 @@ def estimate(
     decoding = DECODER_TENSORS * min(frames, num_frames) * height * width * last.shape[1] * last.element_size()
     weights, vae_weights = _num_bytes(model), _num_bytes(vae)
     text_weights = _num_bytes(getattr(pipeline.text_encoder, "encoder", pipeline.text_encoder))
+    text_weights += _num_bytes(pipeline.image_encoder)
     if place.policy == "none":
         return weights + vae_weights + text_weights + max(denoising, decoding)
     if place.policy == "block":  # two of them at a time, and the first

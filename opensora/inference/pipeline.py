@@ -29,7 +29,13 @@ from opensora.inference.build import build_components, calls_parts, inference_co
 from opensora.inference.mask_strategy import apply
 from opensora.inference.memory import oom_report, tile_images, warn_if_short
 from opensora.inference.prompts import PromptItem, as_items
-from opensora.inference.references import NO_CONDITIONING, Conditioning, alignment, encode_references
+from opensora.inference.references import (
+    NO_CONDITIONING,
+    Conditioning,
+    alignment,
+    encode_references,
+    placed_frames,
+)
 from opensora.inference.sizes import Overlap, VideoSize, overlap, video_size, warn_outside_training
 from opensora.inference.text import condition, null_condition
 from opensora.models.text_encoder.classes import check_classes
@@ -131,6 +137,7 @@ class VideoPipeline:
         vae: decodes the latents.
         text_encoder: encodes the prompts.
         scheduler: the sampler, with its number of steps and guidance.
+        image_encoder: for denoisers that read features of images.
         device: where everything works.
         dtype: of the denoiser's matrix products (autocast); the sampler computes in fp32.
         offload: where weights are while they are not used: see `opensora.acceleration.offload`.
@@ -150,6 +157,7 @@ class VideoPipeline:
         text_encoder: Any,
         scheduler: Any,
         *,
+        image_encoder: Any = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "fp32",
         offload: Policy = "none",
@@ -160,7 +168,11 @@ class VideoPipeline:
         motion_flow: float = MOTION_FLOW,
     ) -> None:
         check_classes(text_encoder, model)
+        if hasattr(model, "check_parts"):
+            model.check_parts(vae, image_encoder)
         self.model, self.vae, self.text_encoder, self.scheduler = model, vae, text_encoder, scheduler
+        self.image_encoder = image_encoder
+        self.frames_are_channels = getattr(model, "condition_channels", 0) > 0  # given frames, which else are in z
         self.device = torch.device(device)
         self.dtype = to_torch_dtype(dtype)
         self.plan = ParallelPlan() if plan is None else plan
@@ -168,7 +180,8 @@ class VideoPipeline:
         self._defaults, self.seed = defaults, seed
         self.motion_flow = motion_flow
         self._warned_of_guidance = False
-        self.place = Placement({"model": model, "vae": vae, "text_encoder": text_encoder}, self.device, offload)
+        parts = {"model": model, "vae": vae, "text_encoder": text_encoder, "image_encoder": image_encoder}
+        self.place = Placement(parts, self.device, offload)
 
     @property
     def defaults(self) -> VideoSize:
@@ -210,8 +223,10 @@ class VideoPipeline:
             UserError: a part cannot be built, the size is none that the VAE can make, or settings have no effect.
         """
         parse_options(cfg.compiler_config)  # a mistake is reported before minutes of loading
-        components = build_components(cfg)
-        model, vae, _, scheduler = components
+        world = init_world(cfg.device)
+        device = world.device if device is None else torch.device(device)
+        components = build_components(cfg, device if device.type == "cuda" and cfg.offload == "none" else None)
+        model, vae, _, scheduler, image_encoder = components
         size = video_size(cfg, vae, model.patch_size)
         warn_outside_training(size, cfg.model.get("from_pretrained"))
         whole_model = {"cfg_parallel": cfg.cfg_parallel, "sp_size": cfg.sp_size > 1, "step_cache": cfg.step_cache}
@@ -219,9 +234,7 @@ class VideoPipeline:
             raise UserError(
                 f"{found[0]} has no effect with {type(scheduler).__name__}, which calls the model's parts one by one: leave it out."
             )
-        world = init_world(cfg.device)
         plan = make_parallel_plan(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel) if plan is None else plan
-        device = world.device if device is None else torch.device(device)
         if plan.cfg_group is not None and scheduler.cfg_scale == 1:
             raise UserError("cfg_parallel has no effect with cfg_scale=1: there is no guidance to share.")
         if plan.cfg_group is not None and scheduler.guidance.batching != "joint":
@@ -245,7 +258,8 @@ class VideoPipeline:
             for block in blocks:  # only what they compute: what comes around them is decided in Python
                 wrap_forward(block, lambda forward: torch.compile(forward, fullgraph=not cached_inside))
         pipeline = cls(
-            *components,
+            *components[:4],
+            image_encoder=image_encoder,
             device=device,
             dtype=cfg.dtype,
             offload=cfg.offload,
@@ -331,8 +345,10 @@ class VideoPipeline:
         shared = None
         if request.loop > 1:
             shared = overlap(self.vae, request.num_frames, request.condition_frame_length)
+        if self.frames_are_channels:  # before anything is sampled
+            self._check_given(request, shared)
         size = (len(request.items), request.num_frames, request.image_size)
-        with _evaluating(self.model, self.vae, self.text_encoder), oom_report(self, *size):
+        with _evaluating(self.model, self.vae, self.text_encoder, self.image_encoder), oom_report(self, *size):
             warn_if_short(self, *size, request.guidance_scale)
             calls: Any = {"progress": progress, "on_step": on_step, "on_phase": on_phase}
             segments = self._segments(request, latent_size, shared, **calls, decode=decode)
@@ -357,9 +373,9 @@ class VideoPipeline:
         """The latents of each segment, and those of its frames that are new, if they are decoded."""
         on_phase("text")
         conds = self._conditions(request, progress=progress)
-        references = self._references(request)
+        references = [] if self.frames_are_channels else self._references(request)
         conditions = [start.conditions for start in request.starts]
-        taken: Tensor | None = None  # [B, C, L, h, w], what a segment begins with
+        taken: Tensor | None = None  # what a segment begins with: latents [B, C, L, h, w], or pixels [B, 3, P, H, W]
         for loop in range(request.loop):
             later = () if loop == 0 else ("loop", loop)  # the first segment is what the video alone would be
             generators = [
@@ -367,27 +383,37 @@ class VideoPipeline:
             ]
             noise = torch.empty(len(request.items), self.vae.out_channels, *latent_size, device=self.device)
             align = alignment(self.vae, request.align)
-            z, mask = apply(conditions, references, randn_like(noise, generators), loop=loop, align=align)
-            if taken is not None:
-                z, mask = begin_with(taken, z, mask, request.condition_frame_edit)
+            cond, null = conds[loop]
+            z, mask = randn_like(noise, generators), None
+            if self.frames_are_channels:
+                cond = {**cond, **self._image_condition(request, loop, taken)}
+            else:
+                z, mask = apply(conditions, references, z, loop=loop, align=align)
+                if taken is not None:
+                    z, mask = begin_with(taken, z, mask, request.condition_frame_edit)
             scale = request.guidance_scale
             on_phase("denoising")
             with self.place.using("model"):
-                z = self._denoised(z, mask, *conds[loop], scale, generators, progress=progress, on_step=on_step)
+                z = self._denoised(z, mask, cond, null, scale, generators, progress=progress, on_step=on_step)
             self._check_finite(z, "latents", request, loop)
             ahead = shared if loop + 1 < request.loop else None
+            keeps_latents = ahead is not None and ahead.keeps_latents and not self.frames_are_channels
             video = None
-            if decode or (ahead is not None and not ahead.keeps_latents):
+            if decode or (ahead is not None and not keeps_latents):
                 on_phase("decoding")
                 with self.place.using("vae"):  # one at a time, for pixels take far more memory than latents
                     shown = progress_bar(z, desc="decoding", unit="video", disable=not progress)
                     rows = [self.vae.decode(one[None], request.num_frames).float().cpu() for one in shown]
                 video = torch.cat(rows)  # [B, 3, T, H, W]
-            if ahead is not None and ahead.keeps_latents:
+            if ahead is not None and keeps_latents:
                 taken = z[:, :, -ahead.latent_frames :]
             elif ahead is not None:
                 assert video is not None, "frames are decoded where latents cannot be taken over"
-                taken = self._encoded_end(video[:, :, -ahead.num_frames :].clamp(-1, 1), request, loop)
+                end = video[:, :, -ahead.num_frames :].clamp(-1, 1)
+                if self.frames_are_channels:
+                    taken = self.plan.broadcast(end.to(self.device))
+                else:
+                    taken = self._encoded_end(end, request, loop)
             if video is not None and shared is not None and loop > 0:
                 video = video[:, :, shared.num_frames :]
             yield z.cpu(), video if decode else None
@@ -413,22 +439,60 @@ class VideoPipeline:
 
     def _references(self, request: Request) -> list[list[Tensor]]:
         """The latents [C, t, h, w] of each sample's references, on the device."""
-        latents = []
+        latents, mode = [], getattr(self.model, "conditions_on_mode", False)
         with self.place.using("vae"):
             for (seed, index), start in zip(request.ids, request.starts, strict=True):
-                encoded = encode_references(self.vae, start.references, seed, index) if start.references else []
+                encoded: list[Tensor] = []
+                if start.references:
+                    encoded = encode_references(self.vae, start.references, seed, index, mode=mode)
                 latents.append([self.plan.broadcast(z) for z in encoded])
         return latents
+
+    def _check_given(self, request: Request, shared: Overlap | None) -> None:
+        """Raise a `UserError` where a segment lacks frames that the model needs, or is to begin with edited ones."""
+        if request.condition_frame_edit:
+            raise UserError("condition_frame_edit: this model reads the shared frames as they are; leave it out.")
+        for loop in range(request.loop):
+            given = self._given(request, loop)[1]
+            if loop > 0 and shared is not None:
+                given[:, : shared.num_frames] = True
+            if not given.any(dim=1).all():
+                raise UserError(
+                    "this model makes videos from images: set --image, or reference_path and mask_strategy."
+                )
+            self.model.check_given(given)
+
+    def _given(self, request: Request, loop: int) -> tuple[list[list[tuple[Tensor, int]]], Tensor]:
+        """The pixels of a segment's references with their first frame, and which frames they are: [B, F] bool."""
+        given = torch.zeros(len(request.items), request.num_frames, dtype=torch.bool)
+        align = alignment(self.vae, request.align)
+        placed = [placed_frames(s, self.vae, request.num_frames, loop=loop, align=align) for s in request.starts]
+        for b, frames in enumerate(placed):
+            for pixels, begin in frames:
+                given[b, begin : begin + pixels.shape[1]] = True
+        return placed, given
+
+    def _image_condition(self, request: Request, loop: int, taken: Tensor | None) -> Cond:
+        """The condition of a segment on its references' frames, and on those `taken [B, 3, P, H, W]` over, which win."""
+        placed, given = self._given(request, loop)
+        video = torch.zeros(len(placed), 3, request.num_frames, *request.image_size, device=self.device)
+        for b, frames in enumerate(placed):
+            for pixels, begin in frames:
+                video[b, :, begin : begin + pixels.shape[1]] = pixels.to(video)
+        if taken is not None:
+            video[:, :, : taken.shape[2]], given[:, : taken.shape[2]] = taken, True
+        with self.place.using("vae"), self.place.using("image_encoder"):
+            condition = self.model.image_condition(self.vae, video, given.to(self.device), self.image_encoder)
+        return {name: self.plan.broadcast(value) for name, value in condition.items()}
 
     def _encoded_end(self, end: Tensor, request: Request, loop: int) -> Tensor:
         """Latents [B, C, L, h, w] of the last frames [B, 3, P, H, W] of a segment."""
         with self.place.using("vae"):
-            rows = [
-                self.vae.encode(
-                    frames[None].to(self.device), [generator(seed, "overlap", index, request.sample_index, loop)]
-                )
-                for frames, (seed, index) in zip(end, request.ids, strict=True)
-            ]
+            if getattr(self.model, "conditions_on_mode", False):
+                rows = [self.vae.mode(self.vae.moments(frames[None].to(self.device))) for frames in end]
+            else:
+                rngs = [generator(seed, "overlap", i, request.sample_index, loop) for seed, i in request.ids]
+                rows = [self.vae.encode(end[b : b + 1].to(self.device), [rng]) for b, rng in enumerate(rngs)]
         return self.plan.broadcast(torch.cat(rows))
 
     def _denoised(

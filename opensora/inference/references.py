@@ -38,6 +38,7 @@ from opensora.inference.mask_strategy import (
 )
 from opensora.inference.prompts import PromptItem
 from opensora.inference.sizes import overlap, saved_rate
+from opensora.models.image_encoder import required_frames_of
 from opensora.models.vae.base import VideoVAE
 from opensora.utils.errors import UserError, first_few
 from opensora.utils.seed import generator
@@ -129,6 +130,17 @@ def check_files_exist(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None
         raise UserError("\n".join(first_few(missing)))
 
 
+def check_has_images(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
+    """Raise a `UserError` where a model that makes videos from images is given a prompt without any."""
+    if required_frames_of(cfg.model) is None:
+        return
+    if lacking := [item.index for item in items if not sources_of(cfg, item)]:
+        raise UserError(
+            f"prompt {lacking[0]}: {cfg.model['type']} makes videos from images: set --image (and --last-image), or "
+            "reference_path and mask_strategy."
+        )
+
+
 def sources_of(cfg: InferenceConfig, item: PromptItem) -> list[str]:
     """The files and addresses that the sample of a prompt starts from."""
     return [*(getattr(cfg, name) for name in _shortcuts(cfg)), *item.references]
@@ -178,17 +190,47 @@ def edit(video: Tensor, vae: VideoVAE, num_frames: int, ratio: float) -> Conditi
     return Conditioning([_to_length(video, fits)], [FrameCondition(length=vae.latent_frames(fits), edit_ratio=ratio)])
 
 
-def encode_references(vae: VideoVAE, references: Sequence[Tensor], seed: int, prompt_index: int) -> list[Tensor]:
+def encode_references(
+    vae: VideoVAE, references: Sequence[Tensor], seed: int, prompt_index: int, *, mode: bool = False
+) -> list[Tensor]:
     """Scaled latents [C, t_i, h, w], fp32, of references [3, T_i, H, W], on the VAE's device.
 
-    The posterior's noise depends on seed, prompt and index of the reference, and on nothing else.
+    The posterior's noise depends on seed, prompt and index of the reference, and on nothing else; with `mode` there is none.
     """
     device = next(vae.parameters()).device
     with torch.no_grad():
         return [
-            vae.encode(x[None].to(device), [generator(seed, "reference", prompt_index, i)])[0].float()
+            vae.mode(vae.moments(x[None].to(device)))[0]
+            if mode
+            else vae.encode(x[None].to(device), [generator(seed, "reference", prompt_index, i)])[0].float()
             for i, x in enumerate(references)
         ]
+
+
+def placed_frames(
+    start: Conditioning, vae: VideoVAE, num_frames: int, *, loop: int = 0, align: int = 1
+) -> list[tuple[Tensor, int]]:
+    """What a segment of `num_frames` takes from its references as pixels: each [3, n, H, W], and at which frame it begins.
+
+    L latent frames are 1 + s (L - 1) frames, with s the VAE's stride, that end where they end: one of them is an image.
+
+    Raises:
+        UserError: frames are to be edited, and not kept.
+    """
+    stride, placed = vae.strides[0], []
+    for condition in (condition for condition in start.conditions if condition.loop == loop):
+        if condition.edit_ratio:
+            raise UserError(
+                f"{describe(condition)}: this model reads conditioning frames as they are and cannot edit them; use edit_ratio 0, or a "
+                "text-to-video model."
+            )
+        reference = start.references[condition.reference]
+        fixed = resolve(condition, vae.latent_frames(reference.shape[1]), vae.latent_frames(num_frames), align)
+        # a latent frame that is not the first, in both, has all its frames
+        more = stride - 1 if fixed.ref_start and fixed.target_start else 0
+        begin, count = stride * fixed.ref_start - more, 1 + stride * (fixed.length - 1) + more
+        placed.append((reference[:, begin : begin + count], stride * fixed.target_start - more))
+    return placed
 
 
 def read_reference(

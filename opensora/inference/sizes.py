@@ -11,6 +11,7 @@ Long videos: `loop` segments of N frames that share P frames with their neighbou
 set in latent frames, L; P is what the VAE makes of them.
 """
 
+import inspect
 import logging
 import math
 import re
@@ -25,7 +26,9 @@ from opensora.config.schema import NUM_FRAMES
 from opensora.datasets.buckets.aspect import Size, get_resolution, image_size, rounded
 from opensora.datasets.buckets.bucket import Buckets
 from opensora.datasets.video.files import IMAGE_FPS
+from opensora.models.image_encoder import required_frames_of
 from opensora.models.vae.base import VideoVAE
+from opensora.registry import DENOISERS
 from opensora.utils.errors import UserError
 from opensora.utils.folders import read_json
 
@@ -92,11 +95,23 @@ def legal_image_size(vae: VideoVAE, image_size: Size) -> Size:
     return near[0], near[1]
 
 
+def take_whole_patches(vae: Any, model: Mapping[str, Any]) -> None:
+    """Let the VAE take such sizes only as the denoiser of a config takes without padding, if it asks for that."""
+    if (cells := getattr(inspect.unwrap(DENOISERS.get(model["type"])), "whole_cells", None)) is not None:
+        vae.cells = cells
+
+
 def legal_dataset(component: Mapping[str, Any], vae: Any) -> dict[str, Any]:
-    """A dataset component whose clips have the nearest size that the VAE takes; one that reads stored latents stays."""
+    """A dataset component whose clips have the nearest size that the VAE takes; one that reads stored latents stays.
+
+    Raises:
+        UserError: the VAE does not take its number of frames.
+    """
     if "image_size" not in component or not hasattr(vae, "strides"):
         return dict(component)
-    return {**component, "image_size": legal_image_size(vae, component["image_size"])}
+    size = legal_image_size(vae, component["image_size"])
+    vae.latent_size((component.get("num_frames", 1), *size))
+    return {**component, "image_size": size}
 
 
 def legal_length(vae: VideoVAE, num_frames: int) -> int:
@@ -245,10 +260,11 @@ def frames_of(size: tuple[int, int, int]) -> str:
 def warn_of_conditioning_frames(checkpoint: str | None, model: str) -> None:
     """Warn before conditioning frames are used with a checkpoint of ours that was trained without (`mask_ratios`).
 
-    NOVA makes one frame after another, and so is trained with them anyway.
+    NOVA makes one frame after another, and image-to-video models take them as channels: these are trained with them anyway.
     """
     config = trained_config(checkpoint)
-    if "mask_ratios" in config and not config["mask_ratios"] and not model.startswith("NOVA"):
+    always = model.startswith("NOVA") or ("model" in config and required_frames_of(config["model"]) is not None)
+    if "mask_ratios" in config and not config["mask_ratios"] and not always:
         logger.warning(
             "%s was trained without mask_ratios, so it has never seen conditioning frames: expect that what follows a reference does not fit it.",
             checkpoint,

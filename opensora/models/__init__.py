@@ -1,1 +1,1 @@
-from opensora.models import dit, latte, nova, pixart, stdit, text_encoder, vae
+from opensora.models import dit, image_encoder, latte, nova, pixart, stdit, text_encoder, vae, wan

@@ -47,6 +47,9 @@ class Denoiser(nn.Module, ABC):
     micro_conditions: tuple[str, ...] = MICRO_CONDITIONS
     """The micro-conditions that training and sampling pass to `forward`."""
 
+    has_null_text = True
+    """Whether `null_condition` is the model's own; False: "no text" is the encoding of an empty prompt, in training too."""
+
     sp_ranks: Any = None
     """Set by `opensora.acceleration.sequence_parallel` where tokens are sharded over processes; None = all are here."""
 

@@ -8,6 +8,7 @@ the number of heads, is compared where the source states it: the manifest of a c
 import inspect
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from opensora.checkpoint.load import load_strictly, open_checkpoint, read_weights
 from opensora.checkpoint.save import MANIFEST
 from opensora.checkpoint.weight_files import find_weights, kind_of
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.registry import MODELS
+from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,10 @@ SETTINGS = ("base_size", "space_scale", "time_scale", "input_sq_size", "position
             "kv_compress", "mode")  # fmt: skip
 """What changes no tensor's name or shape, but what a model computes."""
 CONFIG = "config.json"
-OF_DIFFUSERS = ("PixArtTransformer2DModel", "LatteTransformer3DModel", "DiTTransformer2DModel")
+OF_DIFFUSERS = ("PixArtTransformer2DModel", "LatteTransformer3DModel", "DiTTransformer2DModel", "WanTransformer3DModel")
+OF_AUTHORS = ("WanModel",)  # whose words for heads and eps are ours and diffusers'
+WITHOUT_EFFECT = ("rope_max_seq_len", "qk_norm")  # of diffusers' settings: a limit, and what its class ignores
+OF_LORA = re.compile(r"\.lora_(A|B|down|up)\.")
 # what a constructor raises for arguments of another version
 OF_ANOTHER_VERSION = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -57,9 +63,16 @@ RELEASED = {
     "STDiT-XL/2": (PIXART, "OpenSora-v1-HQ-16x256x256.pth"),
     "STDiT2-XL/2": (PIXART, "hpcai-tech/OpenSora-STDiT-v2-stage3"),
     "STDiT3-XL/2": (SIGMA, "hpcai-tech/OpenSora-STDiT-v3"),
+    "Wan2.1-T2V-1.3B": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers",),
+    "Wan2.1-T2V-14B": ("Wan-AI/Wan2.1-T2V-14B-Diffusers",),
+    "Wan2.1-I2V-14B": ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
+    "Wan2.1-FLF2V-14B": ("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",),
+    "Wan2.2-T2V-A14B": ("Wan-AI/Wan2.2-T2V-A14B-Diffusers",),
+    "Wan2.2-I2V-A14B": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers",),
+    "Wan2.2-TI2V-5B": ("Wan-AI/Wan2.2-TI2V-5B-Diffusers",),
 }
 """Registered name -> what `from_pretrained` may name to start from released weights; the first is what its authors started from."""
-SIZES = ("depth", "hidden_size", "num_heads", "mlp_ratio", "patch_size")  # that the released files fix
+SIZES = ("depth", "hidden_size", "num_heads", "mlp_ratio", "ffn_dim", "patch_size")  # that the released files fix
 
 
 def released_weights(component: Mapping[str, Any]) -> tuple[str, ...]:
@@ -132,6 +145,8 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     log.info("loading %s", path)
     file = _weights_file(path)
     state = read_weights(file or path)
+    if any(map(OF_LORA.search, state)) and not any(map(OF_LORA.search, model.state_dict())):
+        raise UserError(f"{path} looks like a LoRA, which goes into a model with --lora or tools/lora.py.")
     conversion = convert(state, model)
     tensors = conversion.tensors
     if NULL_TEXT in tensors and not tensors[NULL_TEXT].any():  # as `CaptionEmbedder.clear_null` writes it
@@ -142,14 +157,7 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     warning = ""
     if all(tensor.shape == own[name].shape for name, tensor in tensors.items() if name in own):
         warning = _compare_settings(model, path, *_stated_model(path, file)[:2])  # else the shapes are the error
-    try:
-        load_strictly(model, tensors, path, may_miss=conversion.initial.keys() - tensors.keys())
-    except UserError as error:
-        if not any("lora_A." in name for name in state):
-            raise
-        raise UserError(
-            f"{error}\n{path} looks like a LoRA, which goes into a model with --lora or tools/lora.py."
-        ) from error
+    load_strictly(model, tensors, path, may_miss=conversion.initial.keys() - tensors.keys())
     if isinstance(embedder := getattr(model, "y_embedder", None), CaptionEmbedder):
         embedder.null_known = NULL_TEXT in tensors
         if not embedder.null_known and model.class_dropout_prob == 0:
@@ -170,18 +178,37 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     return report
 
 
+def store_frozen(model: nn.Module, dtype: str) -> None:
+    """Store the weights of linear layers and convolutions in `dtype`, in which autocast multiplies by them anyway.
+
+    All others stay fp32: biases, norms, tables, and layers inside of a module marked `outside_autocast`. It is for weights that nothing
+    trains: of an update below 0.2 % of a weight nothing would be left.
+
+    Args:
+        dtype: "fp32" changes nothing, "bf16" halves the memory.
+    """
+    if dtype == "fp32":
+        return
+    outside = [part for part in model.modules() if getattr(part, "outside_autocast", False)]
+    kept = {layer for part in outside for layer in part.modules()}
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | _ConvNd) and layer not in kept:
+            layer.weight.data = layer.weight.data.to(to_torch_dtype(dtype))  # one at a time
+
+
 def written_by(path: str | Path) -> str | None:
     """The `model.type` that a checkpoint's manifest, or the header of a file of ours, states; None = neither does."""
     return _stated_model(path, _weights_file(path))[2]
 
 
 def stated_component(path: str | Path) -> dict[str, Any]:
-    """The model component that the header of a file of ours states, without its weights; {} = it states none.
+    """The model component that a checkpoint, or the header of a file of ours, states, without its weights; {} = it states none.
 
     Raises:
         UserError: there are no weights at `path`.
     """
-    where, config, name = _stated_model(path, find_weights(path))
+    is_checkpoint = (Path(path).expanduser() / MANIFEST).is_file()
+    where, config, name = _stated_model(path, None if is_checkpoint else find_weights(path))
     if where == CONFIG:  # of other codes, in their words
         config = {}
     component = {"type": name, **config} if name else dict(config)
@@ -191,7 +218,7 @@ def stated_component(path: str | Path) -> dict[str, Any]:
 
 def null_text_known(model: Any) -> bool:
     """Whether `model.null_condition` means something to the model; not so of weights from files without that table."""
-    return bool(getattr(getattr(model, "y_embedder", None), "null_known", True))
+    return getattr(model, "has_null_text", True) and getattr(getattr(model, "y_embedder", None), "null_known", True)
 
 
 def _weights_file(path: str | Path) -> Path | None:
@@ -228,8 +255,13 @@ def _compare_settings(model: nn.Module, path: str | Path, where: str, stated: Ma
     name = stated.get("model_type" if where == CONFIG else "type")
     known = isinstance(name, str) and name in MODELS.choices()
     theirs: dict[str, Any] = {HEADS: stated.get(HEADS)}
-    if where == CONFIG and stated.get("_class_name") in OF_DIFFUSERS:
-        theirs = {HEADS: stated.get("num_attention_heads")}
+    fixed: dict[str, tuple[Any, Any]] = {}  # what no argument of the model's changes
+    if where == CONFIG and (cls := stated.get("_class_name")) in OF_DIFFUSERS + OF_AUTHORS:
+        theirs = {HEADS: stated.get("num_attention_heads", stated.get(HEADS))}
+        ours = getattr(getattr(model, "net", None), "config", {})
+        compared = {"eps"} if cls in OF_AUTHORS else ours.keys() - {"num_attention_heads", *WITHOUT_EFFECT}
+        both = {key: (stated[key], ours[key]) for key in sorted(compared & stated.keys() & ours.keys())}
+        fixed = {key: values for key, values in both.items() if not _same(*values)}
     elif not (known and HEADS in inspect.signature(MODELS.get(str(name))).parameters):
         if known or where == CONFIG:  # such as a text encoder's; a user's own model may have heads
             return ""
@@ -245,6 +277,9 @@ def _compare_settings(model: nn.Module, path: str | Path, where: str, stated: Ma
             f"{path}: its {where} says {heads} attention heads, the model has {HEADS}={own[HEADS]}. No tensor's shape shows "
             f"that, but attention would compute something else: set model.{HEADS}={heads}."
         )
+    if fixed:
+        values = ", ".join(f"{key}={one!r}, not {other!r}" for key, (one, other) in fixed.items())
+        raise UserError(f"{path}: its {where} says {values}, which no argument of {type(model).__name__} changes.")
     differing = [key for key, value in theirs.items() if not _same(value, own[key])]
     if not differing:
         return ""

@@ -21,7 +21,7 @@ Denoiser = Callable[..., Tensor]  # model(x, timestep, **cond) -> [B, C or 2C, T
 Condition = Mapping[str, Tensor | None]
 ConditionCache = dict[str, tuple[Tensor, Tensor, Tensor]]  # an entry with the condition, without, and both in one batch
 
-CHOICES = {"schedule": ("constant", "linear", "power-cosine", "oscillating"), "batching": ("joint", "split")}
+CHOICES = {"schedule": ("constant", "linear", "power-cosine", "oscillating", "stages"), "batching": ("joint", "split")}
 
 
 class Guidance(NamedTuple):
@@ -32,7 +32,7 @@ class Guidance(NamedTuple):
         channels: how many of the C prediction channels are guided; None: all.
         schedule: "constant"; "linear": from 1 at the noisy end to `scale` at the clean end; "power-cosine" (MDT, Gao et
             al. 2023): the same, by (1 - cos(pi (1 - t)^power)) / 2; "oscillating" (Open-Sora 1.3): from step
-            `oscillation_start` on, every odd step has scale 1.
+            `oscillation_start` on, every odd step has scale 1; "stages" (Wan 2.2): `low_scale` at noise levels below `boundary`.
         interval: the noise levels, as parts of the training time, at which there is guidance at all.
         rescale: 0 leaves the guided prediction, 1 gives it the standard deviation of the conditional one.
         batching: "joint" runs both predictions as one batch; "split" runs two, in less memory, with the same result.
@@ -43,6 +43,8 @@ class Guidance(NamedTuple):
     schedule: str = "constant"
     power: float = 4.0
     oscillation_start: int = 10
+    boundary: float = 0.875
+    low_scale: float = 3.0
     interval: tuple[float, float] = (0.0, 1.0)
     rescale: float = 0.0
     batching: str = "joint"
@@ -54,6 +56,8 @@ class Guidance(NamedTuple):
             return 1.0
         if self.schedule == "oscillating":
             return 1.0 if index >= self.oscillation_start and index % 2 else self.scale
+        if self.schedule == "stages":
+            return self.scale if level >= self.boundary else self.low_scale
         ramp = 1.0
         if self.schedule == "linear":
             ramp = 1 - level
@@ -82,22 +86,27 @@ def guidance_from_config(scale: float, channels: int | None, options: Mapping[st
         hint = did_you_mean(unknown[0], list(known))
         raise UserError(f"scheduler.guidance has no {unknown[0]!r}.{hint} It has: {', '.join(known)}.")
     guidance = Guidance(scale, channels, **options)
-    schedule, power, start, interval, rescale, _ = guidance[2:]
+    schedule, power, start, boundary, low_scale, interval, rescale, _ = guidance[2:]
     for name, choices in CHOICES.items():
         if getattr(guidance, name) not in choices:
             raise UserError(f"scheduler.guidance.{name}={options[name]!r} is not one of {', '.join(choices)}.")
-    for name, owner in (("power", "power-cosine"), ("oscillation_start", "oscillating")):
+    for name, owner in (
+        ("power", "power-cosine"),
+        ("oscillation_start", "oscillating"),
+        ("boundary", "stages"),
+        ("low_scale", "stages"),
+    ):
         if name in options and schedule != owner:
             raise UserError(
                 f"scheduler.guidance.{name}={options[name]!r} has no effect with schedule={schedule!r}; set "
                 f"schedule={owner!r}, or drop it."
             )
-    if not all(isinstance(value, int | float) for value in (power, start, rescale)) or not (
-        power > 0 and start >= 0 and 0 <= rescale <= 1
+    if not all(isinstance(value, int | float) for value in (power, start, boundary, low_scale, rescale)) or not (
+        power > 0 and start >= 0 and 0 <= rescale <= 1 and 0 < boundary < 1
     ):
         raise UserError(
             f"scheduler.guidance: power={power!r} must be a number above 0, oscillation_start={start!r} one of at least 0, "
-            f"rescale={rescale!r} one in [0, 1]."
+            f"rescale={rescale!r} one in [0, 1], boundary={boundary!r} one in (0, 1), low_scale={low_scale!r} a number."
         )
     is_pair = isinstance(interval, list | tuple) and [type(v) in (int, float) for v in interval] == [True, True]
     if not is_pair or not 0 <= interval[0] < interval[1] <= 1:

@@ -3,18 +3,24 @@
 Videos come as pixels or as the VAE's stored moments, captions as words or as stored features, and some are dropped.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opensora.contracts import VAE, Denoiser, TextEncoder
+from opensora.models.image_encoder import required_frames_of
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.text_encoder.classes import check_classes
 from opensora.models.text_encoder.condition import TextCondition
+from opensora.schedulers.mask_ratios import KINDS, MaskRatios
 from opensora.utils.errors import UserError
 from opensora.utils.seed import rand
+
+logger = logging.getLogger(__name__)
 
 
 class BatchEncoder:
@@ -26,6 +32,8 @@ class BatchEncoder:
         denoiser: gives the "no text" features and says how often captions are dropped for classifier-free guidance
             (Ho & Salimans 2022).
         device: where the results are wanted.
+        image_encoder: for denoisers that read features of images.
+        masks: draws which latent frames are given; None: none are.
         class_dropout_prob: how often captions are dropped; None: as the denoiser says.
 
     Raises:
@@ -39,11 +47,20 @@ class BatchEncoder:
         denoiser: Denoiser,
         device: torch.device,
         *,
+        image_encoder: Any = None,
+        masks: MaskRatios | None = None,
         class_dropout_prob: float | None = None,
     ) -> None:
         check_classes(text_encoder, denoiser)
-        self.vae, self.text_encoder, self.denoiser = vae, text_encoder, denoiser
+        if hasattr(denoiser, "check_parts"):
+            denoiser.check_parts(vae, image_encoder)
+        self.vae: Any = vae  # of those with `image_condition` more than the contract is used
+        self.denoiser: Any = denoiser
+        self.text_encoder = text_encoder
+        self.image_encoder, self.masks = image_encoder, masks or MaskRatios(None)
+        self.condition_channels = getattr(denoiser, "condition_channels", 0)
         self.device, self.class_dropout_prob = device, class_dropout_prob
+        self._empty_prompt = cache(partial(null_text, text_encoder, 1))
 
     @torch.no_grad()
     def __call__(
@@ -57,10 +74,11 @@ class BatchEncoder:
             generators: one for each sample.
 
         Returns:
-            Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames).
+            Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames; and of given
+            frames, where they are channels of the denoiser's input).
 
         Raises:
-            UserError: the data lack a number that the denoiser needs, such as NOVA's motion.
+            UserError: the data lack a number that the denoiser needs, such as NOVA's motion, or pixels for its condition.
         """
         moments = batch["moments"] if "moments" in batch else self.vae.sliced_moments(batch["video"].to(self.device))
         z = self.vae.sample(moments.to(self.device), generators).float()
@@ -69,7 +87,7 @@ class BatchEncoder:
             text = TextCondition(y.float() if y.is_floating_point() else y, batch["mask"].to(self.device))
         else:
             text = TextCondition(*self.text_encoder.encode(batch["text"]))
-        text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)
+        text = drop_text(text, self.denoiser, generators, self.class_dropout_prob, self._empty_prompt)
         cond = {"y": text.y.to(self.device), "mask": text.mask.to(self.device)}
         for name in self.denoiser.micro_conditions:
             if name not in batch:
@@ -84,7 +102,52 @@ class BatchEncoder:
                 unknown = [p for p, value in zip(batch["path"], values.tolist(), strict=True) if value != value]
                 raise UserError(f"the denoiser needs each video's {name}, and it is not known of {', '.join(unknown)}.")
             cond[name] = values.to(self.device)
+        if self.condition_channels:
+            if "video" not in batch:
+                raise UserError(
+                    "the denoiser is conditioned on conditioning frames, which are encoded by themselves, and a cache holds the latents of "
+                    "whole clips: train from the videos, with data_path naming their table."
+                )
+            mask = self.masks(z, generators)
+            given = torch.zeros(len(z), z.shape[2], dtype=torch.bool, device=z.device) if mask is None else ~mask
+            frames = pixel_frames(given, self.vae.strides[0])
+            cond |= self.denoiser.image_condition(self.vae, batch["video"].to(self.device), frames, self.image_encoder)
         return z, cond
+
+    def conditioning_frames(self, z: Tensor, generators: Sequence[torch.Generator]) -> Tensor | None:
+        """The scheduler's mask [B, T], False at frames that stay clean; None: all are noised, as where conditioning frames are channels."""
+        return None if self.condition_channels else self.masks(z, generators)
+
+
+def pixel_frames(given: Tensor, stride: int) -> Tensor:
+    """Latent frames [B, T] bool -> the frames [B, 1 + stride (T - 1)] that they stand for.
+
+    n latent frames in a row are a clip of 1 + stride (n - 1) frames that ends where they end, so that one of them is an image.
+    """
+    between = (given[:, 1:] & given[:, :-1]).unsqueeze(2).expand(-1, -1, stride - 1)
+    return torch.cat([given[:, :1], torch.cat([between, given[:, 1:, None]], dim=2).flatten(1)], dim=1)
+
+
+def mask_ratios_of(model: Mapping[str, Any], ratios: Mapping[str, float] | None) -> Mapping[str, float] | None:
+    """The `mask_ratios` with which a config's denoiser is trained: by default those of a denoiser that takes frames as channels.
+
+    Raises:
+        UserError: some of them do not give the frames that the denoiser needs.
+    """
+    required = required_frames_of(model)
+    if required is None:
+        return ratios
+    ends = ["head", "tail"][: len(required)]
+    if not ratios:
+        ratios = {"image_head_tail" if "tail" in ends else "image_head": 1.0}
+        logger.info("%s is conditioned on frames of the clip: mask_ratios=%s.", model["type"], ratios)
+    fitting = [kind for kind in KINDS if all(end in kind.split("_") for end in ends)]
+    if ends and MaskRatios(ratios) and sum(ratios.get(kind, 0) for kind in fitting) < 1 - 1e-6:
+        raise UserError(
+            f"mask_ratios={dict(ratios)}: {model['type']} needs {' and '.join(ends)} of every clip: only "
+            f"{', '.join(fitting)} give that, and must add up to 1."
+        )
+    return ratios
 
 
 def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextCondition:
@@ -105,16 +168,28 @@ def drop_text(
     denoiser: Denoiser,
     generators: Sequence[torch.Generator],
     prob: float | None = None,
+    empty_prompt: Callable[[], TextCondition] | None = None,
 ) -> TextCondition:
     """Replace each caption by "no text" with probability `prob`, by default the denoiser's `class_dropout_prob`.
 
     The caption's mask stays, as in Open-Sora: "no text" is as long as the caption was, in training and in sampling. The denoiser
-    learns here what "no text" means, whatever file its weights came from, and may be guided from then on.
+    learns here what "no text" means, whatever file its weights came from, and may be guided from then on. For a denoiser that has
+    none of its own (`has_null_text`) it is the encoded `empty_prompt`, with its mask.
     """
     prob = denoiser.class_dropout_prob if prob is None else prob
     if prob == 0:
         return text
     dropped = rand(generators, text.y.device) < prob  # [B]
+    if not getattr(denoiser, "has_null_text", True):
+        assert empty_prompt is not None
+        y, mask = empty_prompt()
+        if y.shape[1:] != text.y.shape[1:]:
+            raise UserError(
+                f"an empty prompt has {y.shape[2]} tokens, the captions {text.y.shape[2]}: set "
+                'text_encoder.padding="max_length", or model.class_dropout_prob=0.'
+            )
+        y = torch.where(dropped[:, None, None, None], y.to(text.y), text.y)
+        return TextCondition(y, torch.where(dropped[:, None], mask.to(text.mask), text.mask))
     null = denoiser.null_condition(len(dropped)).to(text.y)
     if isinstance(embedder := getattr(denoiser, "y_embedder", None), CaptionEmbedder):
         embedder.null_known = True

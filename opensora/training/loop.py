@@ -30,7 +30,7 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
         betas=cfg.adam_betas,
         eps=cfg.adam_eps,
         weight_decay=cfg.weight_decay,
-        fused=trainable[0].is_cuda,
+        fused=True,
     )
 
 
@@ -40,7 +40,7 @@ def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
     if plugin in ("ddp", "fsdp2"):  # with others these have no effect
         names += ["hybrid_zero", "shard_size", "optimizer_offload"]
     if plugin == "fsdp2":
-        names.append("fsdp_reshard")
+        names += ["fsdp_reshard", "fsdp_gather", "fsdp_reduce"]
     return {name: getattr(cfg, name) for name in names}
 
 

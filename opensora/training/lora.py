@@ -62,7 +62,9 @@ def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
     )
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(FACTOR.match(name) is not None)
+        parameter.requires_grad_(FACTOR.search(name) is not None)
+        if parameter.requires_grad:  # peft gives adapters the dtype of the base, which may be stored in bf16
+            parameter.data = parameter.data.float()
     if options.dropout > 0:
         rank = dist.get_rank() if dist.is_initialized() else 0
         passes = _Passes(model)
@@ -82,11 +84,11 @@ def target_names(model: Any, targets: str | Sequence[str]) -> list[str]:
     Raises:
         UserError: a name is that of no layer, or there are no such layers.
     """
-    inside = {id(layer) for block in model.transformer_blocks() for layer in block.modules()}
-    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside]
-    ends = sorted({".".join(name.split(".")[-2:]) for name in layers})
+    inside = {id(m): end for block in model.transformer_blocks() for end, m in block.named_modules()}
+    layers = {name: inside[id(m)] for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+    ends = sorted({*layers.values()})
     if targets in ("all-linear", "attention"):
-        found = [name for name in layers if targets == "all-linear" or "attn" in name.split(".")[-2]]
+        found = [name for name, end in layers.items() if targets == "all-linear" or "attn" in end.rpartition(".")[0]]
         if not found:
             what = "linear layer" if targets == "all-linear" else "linear layer inside of a module called attn"
             raise UserError(
@@ -107,7 +109,7 @@ def target_names(model: Any, targets: str | Sequence[str]) -> list[str]:
 
 
 def _is_state(name: str, prefix: str) -> bool:
-    return FACTOR.match(name) is not None or name == prefix + COUNTER
+    return FACTOR.search(name) is not None or name == prefix + COUNTER
 
 
 def _keep_adapters(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.acceleration.distributed import World
-from opensora.config.schema import FULL_FPS, TrainConfig, validation_sampler
+from opensora.config.schema import FULL_FPS, InferenceConfig, TrainConfig, validation_sampler
 from opensora.datasets.buckets.bucket import NONE, move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, SampleKey
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.output import sample_file_name, save_image_grid, save_sample
 from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.prompts import load_prompts
+from opensora.inference.prompts import PromptItem, load_items
+from opensora.inference.references import check_files_exist, check_has_images, conditioning
 from opensora.inference.sizes import legal_dataset, legal_image_size, legal_length
 from opensora.registry import DATASETS, SAMPLERS, build_module
 from opensora.training.batch_encoder import BatchEncoder
@@ -157,10 +158,12 @@ def build_validation(
         log.status(f"validating: {text}")
 
     if (dataset := held_out_dataset(cfg, vae)) is not None:
-        without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
+        parts: Any = {"image_encoder": encode.image_encoder, "masks": encode.masks}
+        without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0, **parts)
         loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler, report)
     if (sampler := build_val_sampler(cfg)) is not None:
-        pipeline = VideoPipeline(model, vae, text_encoder, sampler, device=world.device, dtype=cfg.dtype)
+        options: Any = {"image_encoder": encode.image_encoder, "device": world.device, "dtype": cfg.dtype}
+        pipeline = VideoPipeline(model, vae, text_encoder, sampler, **options)
         samples = SampleVideos(cfg, world, pipeline, run / "validation", log, report)
     return Validation(cfg.val_every, model, ema, loss, samples, log)
 
@@ -174,6 +177,21 @@ def build_val_sampler(cfg: TrainConfig) -> Any | None:
     if not cfg.val_every or (cfg.val_prompts is None and cfg.val_prompt_path is None):
         return None
     return build_module(validation_sampler(cfg.scheduler, cfg.val_scheduler), SAMPLERS)
+
+
+def validation_items(cfg: TrainConfig) -> tuple[InferenceConfig, list[PromptItem]]:
+    """The prompts of a config's validation with their references, and the settings of sampling that they are read with.
+
+    Raises:
+        UserError: they cannot be read, a file does not exist, or a model that makes videos from images is given none.
+    """
+    names = ("model", "vae", "text_encoder", "scheduler", "image_encoder")
+    prompts: Any = {"prompt": cfg.val_prompts, "prompt_path": cfg.val_prompt_path}
+    settings = InferenceConfig(**{name: getattr(cfg, name) for name in names}, **prompts, fps=cfg.val_fps or FULL_FPS)
+    items = load_items(settings)
+    check_files_exist(settings, items)
+    check_has_images(settings, items)
+    return settings, items
 
 
 def held_out_dataset(cfg: TrainConfig, vae: Any) -> Any | None:
@@ -291,22 +309,24 @@ class SampleVideos:
     ) -> None:
         self.world, self.pipeline, self.folder, self.log, self.seed = world, pipeline, folder, log, cfg.seed
         self.report = report
-        self.prompts = load_prompts(cfg.val_prompts, cfg.val_prompt_path)
+        settings, self.items = validation_items(cfg)
         self.num_frames = legal_length(pipeline.vae, cfg.val_num_frames or cfg.num_frames)
         self.image_size = legal_image_size(pipeline.vae, cfg.val_image_size or cfg.image_size)
         # the model's condition, also for an image, and the rate of the file
         self.fps = cfg.val_fps or (IMAGE_FPS if self.num_frames == 1 else FULL_FPS / cfg.frame_interval)
+        size = (self.num_frames, self.image_size)
+        self.conditioning = [conditioning(settings, item, pipeline.vae, *size) for item in self.items]
 
     def __call__(self, step: int) -> None:
         """Sample with the weights that the model has now, and write."""
         folder, frames = self.folder / f"step{step}", {}
         with _failing_together():
-            for i, alone in shares(len(self.prompts), self.world):
+            for i, alone in shares(len(self.items), self.world):
                 video = self._sample(i)
                 if video is None or not alone or self.world.sp_rank > 0:
                     continue
                 with _warn_of_os_errors():
-                    save_sample(video, folder / sample_file_name(self.prompts[i], i), self.fps)
+                    save_sample(video, folder / sample_file_name(self.items[i].text, i), self.fps)
                 chosen = torch.linspace(0, video.shape[1] - 1, min(GRID_COLUMNS, video.shape[1])).round().long()
                 frames[i] = video[:, chosen].half()  # [3, columns, H, W]
         if dist.is_initialized():
@@ -314,23 +334,24 @@ class SampleVideos:
             dist.all_gather_object(of_ranks, frames)
             frames = {i: strip for part in of_ranks for i, strip in part.items()}
         if self.world.is_main and frames:
-            strips = {f"{i}: {self.prompts[i][:60]}": (frames[i].float(),) for i in sorted(frames)}
+            strips = {f"{i}: {self.items[i].text[:60]}": (frames[i].float(),) for i in sorted(frames)}
             with _warn_of_os_errors():
                 self.log.image("val/samples", save_image_grid(folder / "sheet.jpg", strips, GRID_COLUMNS), step)
 
     def _sample(self, index: int) -> Tensor | None:
         """The video of a prompt [3, T, H, W], or None where it is not finite: a bad sample does not end a training."""
-        which = f"prompt {index + 1}/{len(self.prompts)}"
+        which = f"prompt {index + 1}/{len(self.items)}"
         self.report(which)
         try:
             return self.pipeline(
-                [self.prompts[index]],
+                [self.items[index]],
                 on_step=lambda step: self.report(f"{which}, step {step.index + 1}/{step.num_steps}"),
                 num_frames=self.num_frames,
                 image_size=self.image_size,
                 fps=self.fps,
                 seed=self.seed,
-                prompt_indices=[index],
+                conditioning=[self.conditioning[index]],
+                guidance_scale=self.items[index].overrides.get("cfg_scale"),
             )[0]
         except UserError as error:
             logger.warning("validation: %s", error)

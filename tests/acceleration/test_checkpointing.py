@@ -23,7 +23,7 @@ from tests.models.denoisers import build, inputs
 
 DEPTH = 4
 # from what keeps most to what keeps least
-ORDER = ("none", "mlp:1/3", "mlp:2/3", "mlp", "selective", "every:2", "selective:2", "block")
+ORDER = ("none", "mlp:1/3", "mlp:2/3", "mlp", "selective", "every:2", "selective:2", "attention", "block")
 LEVELS = ("every:1", "every:3", "selective:3", "selective+every:3", *ORDER)
 
 
@@ -126,13 +126,16 @@ def test_what_is_computed_twice(level, blocks, mlps):
 
 def test_selective_computes_no_product_again():
     counts = {}
-    for level in ("none", "block", "selective"):
+    for level in ("none", "block", "attention", "selective"):
         model = toy(level)
         with Products() as products:
             gradients(model)
         counts[level] = products.count
     for name in ("aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu"):
         assert counts["none"][name] == counts["selective"][name] < counts["block"][name], name
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert counts["attention"][name] == counts["none"][name]
+    assert counts["attention"]["aten::addmm"] == counts["block"]["aten::addmm"]
     assert counts["selective"]["aten::gelu"] == counts["none"]["aten::gelu"] + DEPTH
 
 
@@ -285,7 +288,9 @@ def test_what_each_value_means():
     ],
 )
 def test_other_values_are_refused_with_those_there_are(value):
-    with pytest.raises(UserError, match=r"none, block, every:k, mlp, mlp:1/3, mlp:2/3, selective, selective:k"):
+    with pytest.raises(
+        UserError, match=r"none, block, every:k, mlp, mlp:1/3, mlp:2/3, attention, selective, selective:k"
+    ):
         checkpointed_parts(value, 4)
 
 
@@ -388,3 +393,16 @@ def test_offloading_frees_the_gpu(level):
         found.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(found[1], found[0])
     assert after[1] < 0.6 * after[0]
+
+
+@pytest.mark.parametrize("level", ["every:2", "mlp", "mlp:2/3", "selective", "selective:2", "selective+every:2"])
+def test_levels_reach_blocks_of_diffusers(level):
+    """Whose MLP has another name."""
+    plain, checkpointed = build("Wan").train(), build("Wan").train()
+    checkpoint_activations(checkpointed.transformer_blocks(), level)
+    for model in (plain, checkpointed):
+        model(**inputs(model)).square().mean().backward()
+    for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    ffn = checkpointed.transformer_blocks()[0].ffn
+    assert ("forward" in vars(ffn)) == level.startswith("mlp")

@@ -12,6 +12,7 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, shutdown
 from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import share_out
+from opensora.models.loading import store_frozen
 from opensora.training.ema import EMA
 from opensora.utils.errors import UserError
 from tests.acceleration.toy_training import ALONE, CPU, data, engine_for, toy, train
@@ -30,6 +31,11 @@ GROUPS = {
     "hsdp zero3": ("fsdp2", {"shard_size": 2, "fsdp_reshard": "zero3"}),
     "ddp hybrid in pairs": ("ddp", {"hybrid_zero": True, "shard_size": 2}),
     "fsdp2 zero2": ("fsdp2", {}),
+}
+FROZEN = {
+    "ddp": ("ddp", {}),
+    "fsdp2 zero3": ("fsdp2", {"fsdp_reshard": "zero3"}),
+    "fsdp2 in bf16": ("fsdp2", {"fsdp_gather": "bf16", "fsdp_reduce": "bf16"}),
 }
 # the losses of bf16 and fp16 differ from one process's by sums in another order, which half precision rounds otherwise
 MATRIX = {"fp32": [1, 2], "bf16": [1, 2], "fp16": [1, 2]}  # dtype -> accumulation_steps
@@ -184,6 +190,38 @@ def every_denoiser_computes_as_unsharded(world):
                 )  # fmt: skip
 
 
+def wan_with_adapters(world, name, settings):
+    """Three bf16 steps of a LoRA on a base that is stored in bf16: losses and adapters."""
+    from opensora.config.schema import LoraOptions
+    from opensora.training.lora import add_lora
+
+    model = build("Wan").train()
+    store_frozen(model, "bf16")
+    add_lora(model, LoraOptions(rank=4, target_modules=["to_q", "ffn.net.2"]), seed=0)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    engine = engine_for(name, world, "bf16", settings, model, lr=1e-3)
+    losses = []
+    for step in range(3):
+        cond = inputs(model, seed=step)
+        with engine.micro_step(last=True):
+            loss = (engine.model(**cond) - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), whole(engine.model_state())
+
+
+def a_frozen_base_in_bf16_trains_as_in_one_process(world, expected):
+    for label, (name, settings) in FROZEN.items():
+        losses, adapters = wan_with_adapters(world, name, settings)
+        torch.testing.assert_close(
+            losses, expected[0], atol=1e-3, rtol=1e-3, msg=lambda text, key=label: f"{key}: {text}"
+        )
+        assert adapters.keys() == expected[1].keys()
+        for key, value in adapters.items():
+            torch.testing.assert_close(value, expected[1][key], atol=7e-3, rtol=0.0)  # AdamW's three steps are 3e-3
+
+
 def all_begin_with_the_weights_of_the_first(engines, world):
     """As DistributedDataParallel does it; a stale file on one node would keep its processes apart for ever."""
     engines = {**engines, "ddp graphs": ("ddp", {"cuda_graphs": True})}
@@ -237,6 +275,23 @@ def the_rest_on_two(rank, world_size, _):
 
 def denoisers_on_two(rank, world_size, _):
     every_denoiser_computes_as_unsharded(World(rank, world_size, CPU))
+
+
+def frozen_base_on_two(rank, world_size, tmp_path):
+    world = World(rank, world_size, CPU)
+    a_frozen_base_in_bf16_trains_as_in_one_process(world, torch.load(tmp_path / "frozen.pt"))
+    # what travels in bf16 is rounded where autocast keeps fp32, and gradients where they are added up
+    expected = torch.load(tmp_path / "expected.pt")
+    trains_alike({"fsdp2 in bf16": FROZEN["fsdp2 in bf16"]}, world, expected, {"bf16": [1, 2]})
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_two_processes_with_a_base_in_bf16(expected, tmp_path, spawn):
+    pytest.importorskip("peft")
+    torch.save(wan_with_adapters(ALONE, "ddp", {}), tmp_path / "frozen.pt")
+    spawn(frozen_base_on_two, 2, tmp_path)
 
 
 def on_four(rank, world_size, tmp_path):
@@ -314,6 +369,32 @@ def test_only_trained_weights_have_state():
         state = whole(engine.model_state())
         assert all(torch.equal(state[name], value) for name, value in frozen.items())
         assert not {path.rpartition("/")[0] for path in engine.optimizer_state()} & frozen.keys()
+
+
+def test_a_base_in_bf16_and_its_adapters_in_fp32():
+    pytest.importorskip("peft")
+    expected = wan_with_adapters(ALONE, "ddp", {})
+    with alone() as world:
+        a_frozen_base_in_bf16_trains_as_in_one_process(world, expected)
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_only_blocks_travel_in_bf16(reduce):
+    """And gradients are added up in the dtype that is asked for."""
+    seen = {}
+    with alone() as world:
+        engine = engine_for("fsdp2", world, "bf16", {"fsdp_gather": "bf16", "fsdp_reduce": reduce})
+        parts = {"block": engine.model.blocks[0].mlp, "root": engine.model.t_embedder}
+        for name, part in parts.items():
+            part.register_forward_hook(lambda m, *_, name=name: seen.update({name: {p.dtype for p in m.parameters()}}))
+        (x, t, y), target = data(0)
+        with engine.micro_step(last=True):
+            loss = (engine.model(x, t, y) - target).square().mean()
+        engine.backward(loss)
+        gradient = parts["root"].mlp[0].weight.grad.full_tensor()
+        assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
+    assert seen == {"block": {torch.bfloat16}, "root": {torch.float32}}
+    assert torch.equal(gradient, gradient.bfloat16().float()) == (reduce == "bf16")
 
 
 def test_an_unknown_way_to_reshard():

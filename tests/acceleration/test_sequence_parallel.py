@@ -46,6 +46,9 @@ def share_samples(rank, world_size, _):
         compare(model, [masked_inputs(model, size) for size in SIZES], family)
     sixteen_heads = build("PixArt", hidden_size=96, num_heads=16)
     compare(sixteen_heads, [inputs(sixteen_heads)], "16 heads")
+    for changes in ({"num_heads": 3}, {"image_dim": 20, "condition_channels": 3, "depth": 1}):
+        wan = build("Wan", **changes).train()
+        compare(wan, [masked_inputs(wan, size) for size in SIZES], f"Wan, {changes}")
     images = build("LatteT2V", mode="images").train()
     compare(images, [masked_inputs(images, (3, 6, 8))], "frames without temporal blocks")
     for family in FEW:

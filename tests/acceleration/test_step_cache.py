@@ -244,6 +244,13 @@ def test_every_denoiser_takes_both_caches(family):
         cache.remove()
 
 
+def test_two_experts_are_for_pab_alone():
+    model = build("Wan-I2V", expert="both")
+    assert isinstance(build_step_cache({"type": "pab"}, model), PAB)
+    with pytest.raises(UserError, match="two experts"):
+        build_step_cache({"type": "teacache"}, model)
+
+
 def test_kinds_and_numbers_of_layers():
     model = STDiT3(caption_channels=16, model_max_length=4, **SMALL)
     found = [(kind, number) for kind, number, _ in layers_of(model.transformer_blocks())]

@@ -11,6 +11,7 @@ from opensora.checkpoint.load import open_checkpoint, read_weights, save_checkpo
 from opensora.checkpoint.weight_files import find_weights, read_file, refuse_misnamed
 from opensora.utils.errors import UserError
 from tests.checkpoint.hub import serve
+from tools.convert import copy_pipeline
 
 
 def tensors(value):
@@ -324,6 +325,31 @@ class TestHub:
         assert set(fetched) == {"model_index.json", "transformer/config.json", index, *shards}
         hub.stop()
         assert value(REPO) == 1
+
+    def test_the_second_network_of_a_pipeline_and_folders_by_name(self, hub, monkeypatch):
+        folders = {"transformer": 1, "transformer_2": 2, "deep/low.noise": 3}
+        files = {f"{folder}/m.safetensors": save(tensors(number)) for folder, number in folders.items()}
+        fetched = hub({"model_index.json": b"{}", **files})
+        for _ in range(2):  # from the hub, and from its cache
+            assert read_file(find_weights(REPO, "transformer_2"))["a"][0] == 2
+            assert "transformer/m.safetensors" not in fetched
+            assert value(f"{REPO}/deep/low.noise") == 3
+            hub.stop()
+        with pytest.raises(UserError, match="could not load"):
+            find_weights(f"{REPO}/transformer")
+
+    def test_a_folder_without_weights_is_named(self, hub):
+        hub({"model_index.json": b"{}", "transformer/m.safetensors": b"x"})
+        with pytest.raises(UserError, match=f"no weights in {REPO}/transformer_2/ on the hub"):
+            find_weights(REPO, "transformer_2")
+
+    def test_a_pipeline_is_copied_without_its_networks(self, hub, tmp_path):
+        fetched = hub({"model_index.json": b"{}", "transformer/m.safetensors": b"x", "vae/config.json": b"{ }"})
+        copy_pipeline(REPO, tmp_path / "out", but=["transformer"])
+        found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
+        assert found == set(fetched) == {"model_index.json", "vae/config.json"}
+        with pytest.raises(UserError, match="pipeline: could not load 'some-one/else'"):
+            copy_pipeline("some-one/else", tmp_path / "out", but=[])
 
     def test_a_named_file(self, hub):
         fetched = hub({"one.safetensors": save(tensors(1)), "deep/two.safetensors": save(tensors(2))})

@@ -127,6 +127,21 @@ def infer(write):
     return parse
 
 
+@pytest.mark.parametrize(
+    ("argv", "lora", "scale"),
+    [
+        (("--lora", "a", "--lora-scale", "0.5"), "a", 0.5),
+        (("--lora-scale", "1", "-0.5", "--lora", "a", "b"), ["a", "b"], [1.0, -0.5]),
+        (("--lora.high", "a", "--lora.low", "b"), {"high": "a", "low": "b"}, 1.0),
+    ],
+)
+def test_loras_on_the_command_line(infer, write, argv, lora, scale):
+    cfg = infer(*argv)
+    assert (cfg.lora, cfg.lora_scale) == (lora, scale)
+    cfg = parse_config(InferenceConfig, REGISTRIES, [*argv, write(INFERENCE)])  # the config comes last
+    assert (cfg.lora, cfg.lora_scale) == (lora, scale)
+
+
 def complaint(parse, *argv, **kwargs):
     with pytest.raises(UserError) as caught:
         parse(*argv, **kwargs)

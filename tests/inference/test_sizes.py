@@ -6,12 +6,13 @@ import logging
 import pytest
 
 from opensora.config.load import InferenceConfig, TrainConfig, config_from_dict, parse_config, to_dict
-from opensora.datasets.buckets.bucket import FRAME_ALIASES
+from opensora.datasets.buckets.bucket import FRAME_ALIASES, Buckets, move_to_legal_sizes
 from opensora.inference.build import inference_config
 from opensora.inference.sizes import (
     VideoSize,
     legal_dataset,
     named_length,
+    take_whole_patches,
     trained_sizes,
     video_size,
     warn_of_conditioning_frames,
@@ -164,6 +165,23 @@ def test_sizes_and_lengths_that_the_vae_does_not_take_are_moved(frame_wise, caus
     caplog.clear()
     assert video_size(config(num_frames=17), causal)[:2] == (17, (32, 48))
     assert not caplog.records
+
+
+def test_sizes_of_wan_are_whole_patches_and_lengths_are_checked_before_it_loads():
+    vae = build("KLWan")
+    clips = {"type": "VideoTextDataset", "num_frames": 5, "image_size": (40, 56)}
+    take_whole_patches(vae, {"type": "STDiT-XL/2"})  # pads what it cannot take
+    side = vae.strides[1]
+    assert vae.legal_size((5, 3 * side, 5 * side)) == (5, 3 * side, 5 * side)
+    take_whole_patches(vae, {"type": "Wan2.2-TI2V-5B"})
+    assert legal_dataset({**clips, "image_size": (3 * side, 5 * side)}, vae)["image_size"] == (4 * side, 4 * side)
+    buckets = Buckets({f"{3 * side}x{5 * side}": {5: (1.0, 1)}})
+    move_to_legal_sizes(buckets, vae)
+    assert (buckets[0].height, buckets[0].width) == (4 * side, 4 * side)
+    with pytest.raises(UserError, match=f"sizes are multiples of {2 * side}"):
+        vae.latent_size((5, 3 * side, 4 * side))
+    with pytest.raises(UserError, match=r"cannot encode 6 frames: it takes 4k \+ 1 frames; the nearest is 5"):
+        legal_dataset({**clips, "num_frames": 6}, vae)
 
 
 def test_a_dataset_reads_clips_of_a_size_that_the_vae_takes(frame_wise):

@@ -34,6 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "STDiT2": {"type": "STDiT2-XL/2"},
     "STDiT2-legacy": {"type": "STDiT2-XL/2", "norm_order": "rope_then_norm"},
     "STDiT3": {"type": "STDiT3-XL/2"},
+    "Wan": {"type": "Wan2.1-T2V-14B", "in_channels": 4, "ffn_dim": 96},
+    "Wan-I2V": {"type": "Wan2.2-I2V-A14B", "in_channels": 4, "ffn_dim": 96, "condition_channels": 3, "expert": "low"},
 }
 """One configuration for each way in which a model computes."""
 
@@ -42,6 +44,11 @@ def build(family: str, **changes: Any) -> Denoiser:
     """A toy model of the family, in eval mode, with nothing left at zero."""
     torch.manual_seed(0)
     return awake(MODELS.build({**TOY, **FAMILIES[family], **changes}))
+
+
+def toy(name: str) -> dict[str, Any]:
+    """Arguments that make the model of a registered name small."""
+    return {**TOY, "ffn_dim": 96} if "ffn_dim" in inspect.signature(MODELS.get(name)).parameters else TOY
 
 
 def awake(model: Denoiser) -> Denoiser:
@@ -65,7 +72,7 @@ def inputs(model: Denoiser, batch: int = 2, size: tuple[int, int, int] = (3, 6, 
     classes = torch.arange(batch).reshape(batch, 1, 1, 1)
     y = torch.randn(null.shape, generator=rng) if null.is_floating_point() else classes
     cond = {
-        "x": torch.randn(batch, 4, *size, generator=rng),
+        "x": torch.randn(batch, model.in_channels, *size, generator=rng),
         "timestep": torch.tensor([3.0, 641.0])[:batch],
         "y": y,
         "fps": torch.tensor([8.0, 24.0])[:batch],
@@ -73,6 +80,11 @@ def inputs(model: Denoiser, batch: int = 2, size: tuple[int, int, int] = (3, 6, 
         "width": torch.tensor([64.0, 853.0])[:batch],
         "num_frames": torch.tensor([3.0, 51.0])[:batch],
     }
+    if channels := getattr(model, "condition_channels", 0):
+        cond["condition"] = torch.randn(batch, channels, *size, generator=rng)
+    if getattr(model, "image_dim", None):
+        images = 2 if model.net.config.pos_embed_seq_len else 1
+        cond["image_features"] = torch.randn(images * batch, 257, model.image_dim, generator=rng)
     if takes_text(model):
         cond["mask"] = torch.arange(L)[None] < torch.tensor([[4], [L]])[:batch]
     return cond

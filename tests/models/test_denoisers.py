@@ -9,7 +9,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.registry import MODELS
-from tests.models.denoisers import COMPILED_SIZES, DENOISERS, FAMILIES, TOY, awake, build, inputs, sample, takes_text
+from tests.models.denoisers import (
+    COMPILED_SIZES,
+    DENOISERS,
+    FAMILIES,
+    awake,
+    build,
+    inputs,
+    sample,
+    takes_text,
+    toy,
+)
 
 families = pytest.mark.parametrize("family", FAMILIES)
 SIZES = [(1, 4, 4), (3, 6, 8), (2, 5, 7), (5, 3, 1)]
@@ -29,7 +39,7 @@ def test_every_registered_name_builds_with_no_further_argument(name):
 
 @pytest.mark.parametrize("name", DENOISERS)
 def test_every_registered_name_runs_at_toy_size(name):
-    model = awake(MODELS.build({"type": name, **TOY}))
+    model = awake(MODELS.build({"type": name, **toy(name)}))
     cond = inputs(model)
     assert model(**cond).shape == (2, model.out_channels, 3, 6, 8)
 

@@ -169,7 +169,7 @@ MUTANTS = (
         "with_cond, without = model(torch.cat", "without, with_cond = model(torch.cat",
         ("tests/schedulers/test_guidance.py",)),
     Mutant("flow_not_shifted_in_training", "opensora/schedulers/rf/rectified_flow.py", "`shift` acts in sampling only",
-        "shifted(self.timestep_sampling.draw_time(generators, x0.device), ratio) * T", "self.timestep_sampling.draw_time(generators, x0.device) * T",
+        "self.timestep_sampling.draw_time(generators, x0.device), ratio) * T", "self.timestep_sampling.draw_time(generators, x0.device), 1.0) * T",
         ("tests/schedulers/rf/test_rectified_flow.py::test_training_and_sampling_shift_alike_at_every_length",)),
     Mutant("loss_mean_over_conditioning_frames", "opensora/schedulers/training.py", "samples with conditioning frames count less",
         "/ mask.sum(dim=1).clamp(min=1)", "/ mask.shape[1]",

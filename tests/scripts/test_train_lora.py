@@ -64,6 +64,41 @@ def test_a_lora_from_training_to_plain_weights(train, base, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(tmp_path / "zero.safetensors").items())
 
 
+@pytest.mark.slow
+def test_a_lora_of_wan_from_training_to_diffusers(train, tmp_path):
+    from diffusers import WanPipeline, WanTransformer3DModel
+
+    sizes = {"hidden_size": 24, "depth": 2, "num_heads": 2, "ffn_dim": 32, "caption_channels": 16}
+    component = {"type": "Wan", "in_channels": 4, "model_max_length": 12, **sizes}
+    torch.manual_seed(0)
+    config, state = MODELS.build(component).to_diffusers()
+    net = WanTransformer3DModel.from_config(config)
+    net.load_state_dict(state)
+    net.eval().save_pretrained(tmp_path / "transformer")
+    model = [f"--model.{name}={value}" for name, value in sizes.items()]
+    flow = (
+        "--scheduler.type=rflow",
+        f"--ckpt-path={tmp_path / 'transformer'}",
+        "--max-steps=3",
+        "--lr=0.1",
+        "--ema-decay=0.1",
+    )
+    run = train("--model.type=Wan", *model, *LORA[:1], "--lora.alpha=6", *flow)
+    checkpoint = complete_checkpoints(run)[-1]
+    trained = MODELS.build({**component, "from_pretrained": str(tmp_path / "transformer")}).eval().requires_grad_(False)
+    x, y, t = torch.randn(1, 4, 2, 4, 6), torch.randn(1, 1, 12, 16), torch.tensor([500.0])
+    before = trained(x, t, y)
+    assert merge_adapter(trained, read_adapter(checkpoint)) == 16
+    assert not torch.allclose(trained(x, t, y), before, atol=1e-3)
+    out = export(checkpoint, tmp_path / "comfyui.safetensors", form="comfyui")
+    parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": None}
+    pipe = WanPipeline(**parts, transformer=net)
+    pipe.load_lora_weights(str(tmp_path), weight_name=out.name)
+    torch.testing.assert_close(
+        -net.requires_grad_(False)(x, t, y[:, 0], return_dict=False)[0], trained(x, t, y), atol=1e-6, rtol=1e-5
+    )
+
+
 def test_adapters_of_random_weights_are_refused(train, base, tmp_path, capsys):
     """Also where a run resumes and the base is forgotten."""
     run = train(*LORA, f"--ckpt-path={base}", "--max-steps=1")

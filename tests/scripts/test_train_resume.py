@@ -1,22 +1,16 @@
 """scripts/train.py: a resume equals the uninterrupted run, for every engine and number of processes; signals; `latest`."""
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
 from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
-from tests.conftest import PRELOADED, begin_rank, free_ports
-from tests.scripts.conftest import run_scripts
+from tests.scripts.processes import finish, last_step, processes, wait_for
 
 PARTS = ("model", "ema", "optimizer")
 # the resume at step 3 is inside the warm-up and inside an epoch
@@ -42,35 +36,6 @@ def assert_same_end(a: Path, b: Path) -> None:
         assert set(left) == set(right)
         assert len(left) > 0
         assert [name for name in left if not torch.equal(left[name], right[name])] == [], part
-
-
-@contextmanager
-def processes(size: int, config: Path, outputs: Path, *options: str) -> Iterator[list[BaseProcess]]:
-    """`size` processes of one group that run scripts/train.py, each the leader of a session: a signal can reach it and its workers alone."""
-    run = [*free_ports(1), str(config), f"--outputs={outputs}", *options]
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    context = multiprocessing.get_context("forkserver")
-    started = [context.Process(target=_lead, args=(rank, size, run, dict(os.environ))) for rank in range(size)]
-    for process in started:
-        process.start()
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-
-
-def _lead(rank: int, size: int, run: list[str], environment: dict[str, str]) -> None:
-    os.setsid()
-    begin_rank(rank, run_scripts, (size, [run]), environment)
-
-
-def finish(started: list[BaseProcess], timeout_s: float = 400) -> None:
-    """Wait for all; each must end well. Its last lines is in the test's output."""
-    for process in started:
-        process.join(timeout_s)
-        assert process.exitcode == 0
 
 
 @pytest.mark.slow
@@ -137,13 +102,6 @@ def test_two_processes_with_all_there_is(train, together, tmp_path):
         assert values(one, "loss")[2:] == values(other, "loss"), one.name
     alone = train(*common, "--accumulation-steps=2", half[0], name="alone")
     torch.testing.assert_close(values(alone, "loss"), values(whole[0], "loss")[2:], atol=1e-5, rtol=1e-5)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def steps_logged(run: Path) -> int:
@@ -216,10 +174,6 @@ def test_kill_9_leaves_a_run_that_latest_goes_on_with(toy_config, tmp_path):
     for part in PARTS[:3]:
         left, right = (open_checkpoint(complete_checkpoints(tmp_path / n)[-1]).tensors(part) for n in ("run", "whole"))
         assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-def last_step(outputs: Path) -> int:
-    return int(complete_checkpoints(outputs / "run")[-1].name.rpartition("step")[2])
 
 
 def test_a_runs_folder_is_enough_to_run_it_again(train, train_script, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "train_step": (f"{TINY} --checkpoint none block", 2, "error", 1e-5),
     "train_step bf16": (f"{TINY} --dtype bf16", 1, "gradient error", 0.1),
     "sequence_parallel": ("--peak-tflops 1", 1, None, 0),
+    "wan": ("--settings wan-5b-lora wan-5b-forward --ways ours diffusers-eager", 4, "error", 0.05),
     "attention": ("", 21, "error", 1e-5),
     "attention bf16": ("--dtype bf16 --cases text --kernels auto", 1, "of the gradient", 0.02),
     "nova": ("--cases t2v --peak-tflops 1", 2, None, 0),
@@ -36,7 +37,7 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "footage": ("", 5, None, 0),
     "scoring": ("--clips 100", 2, None, 0),
 }
-LONG = ("table", "attention", "train_step", "train_step bf16", "sample", "compile_modes", "vae", "step_cache")
+LONG = ("wan", "table", "attention", "train_step", "train_step bf16", "sample", "compile_modes", "vae", "step_cache")
 ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below", "text_to_image": "below"}
 
 

@@ -50,7 +50,9 @@ def toy(family: str, depth: int = 4):
 
 
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if not name.startswith("Wan")]
+)  # it counts layers of ours
 def test_activations_are_those_that_autograd_saves(family, short):
     model = toy(family)
     cond = inputs(model, size=(4, 24, 24))
@@ -62,7 +64,7 @@ def test_activations_are_those_that_autograd_saves(family, short):
 
 def test_recomputing_keeps_less_in_the_expected_order():
     model = toy("STDiT", depth=6)
-    levels = ("block", "every:2", "mlp", "none")
+    levels = ("block", "attention", "every:2", "mlp", "none")
     small, *_, large = kept = [activation_bytes(model, 100, 2, level) for level in levels]
     assert kept == sorted(kept)
     units = block_units(model.blocks[0], 2)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
 import tools.quickstart.__main__
 import tools.quickstart.report
+from opensora.inference.build import build_components
 from opensora.utils.errors import UserError
 from tests.conftest import start_ranks
 from tools.quickstart.__main__ import (
@@ -34,6 +36,8 @@ from tools.quickstart.__main__ import (
     train,
     training_config,
 )
+from tools.quickstart.measure import nearest
+from tools.quickstart.report import read_clip, vae_psnr
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,6 +173,7 @@ def test_training_goes_on_from_the_last_checkpoint(finished):
 def test_inference_builds_the_model_that_was_trained(monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
     assert model_of(read_plan(RECIPES["pretrained"])) == []
+    assert model_of(read_plan(RECIPES["wan"])) == []
     assert set(model_of(read_plan(RECIPES["scratch"]))) == {
         "--model.depth=4",
         "--model.num_heads=4",
@@ -226,6 +231,71 @@ def test_nova_learns_images_and_goes_on_with_videos(tmp_path, monkeypatch, repo_
     assert len(list((run / "samples").glob("*.mp4"))) == len(list((run / "images").glob("*.png"))) == 6
     assert (run / "images.png").stat().st_size > 1000
     assert 0 <= figures["images_captions_right"] <= 3
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_wan_learns_from_nothing(tmp_path, monkeypatch, repo_root):
+    monkeypatch.chdir(repo_root)
+    monkeypatch.setattr(tools.quickstart.__main__, "command", command)
+    figures = quickstart("wan", tmp_path, max_steps=2, num_clips=3)
+    run = tmp_path / "000-wan"
+    assert [path.name for path in checkpoints(run / "runs")] == ["epoch2-global_step2"]
+    assert len(list((run / "samples").glob("*.mp4"))) == 6
+    assert figures["vae_psnr"] > figures["captions_psnr"]
+
+
+@pytest.mark.parametrize(("start", "options"), [("scratch", []), ("wan", ["--epochs=4"])])
+def test_a_cache_is_of_whole_clips_or_of_samples(monkeypatch, repo_root, tmp_path, start, options):
+    def cache(*arguments):
+        assert [option for option in arguments if option.startswith("--epochs")] == options
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(repo_root)
+    monkeypatch.setattr(tools.quickstart.__main__, "command", cache)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart(start, tmp_path)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_shipped_wan_samples_its_clips_in_diffusers_too(monkeypatch, repo_root):
+    monkeypatch.chdir(repo_root)
+    plan = read_plan(RECIPES["wan"])
+    cfg, table = plan.inference, pd.read_csv(CLIPS)[:4]
+    model, vae, encoder, scheduler, _ = build_components(cfg)
+    text, noise = encoder.encode([table["text"][0]]), torch.randn(1, 16, *vae.latent_size((9, 96, 160)))
+    ours = scheduler.sample(model.eval(), noise, text._asdict())
+    pipeline = WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        transformer=WanTransformer3DModel.from_pretrained(cfg.model["from_pretrained"]),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=cfg.scheduler["shift"]
+        ),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        prompt_embeds=(text.y * text.mask[:, None, :, None])[:, 0],
+        latents=noise,
+        height=96,
+        width=160,
+        num_frames=9,
+        num_inference_steps=cfg.scheduler["num_sampling_steps"],
+        guidance_scale=1.0,
+        output_type="latent",
+    ).frames
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    clips = [read_clip(CLIPS.parent / path, (96, 160)) for path in table["path"]]
+    assert nearest(vae.decode(ours)[0], clips, plan.train.frame_interval) == 0
+
+
+def test_the_ceiling_of_a_video_vae_is_that_of_frames_as_in_a_sample(monkeypatch, repo_root):
+    monkeypatch.chdir(repo_root)
+    still, noise = torch.zeros(3, 9, 32, 32), torch.rand(3, 9, 32, 32) * 2 - 1  # the first 9 frames are as in a sample
+    assert vae_psnr(read_plan(RECIPES["wan"]).inference, [torch.cat([still, noise], dim=1)], 2) > 40
 
 
 def test_it_says_what_comes_and_what_is_left(capsys):

@@ -15,6 +15,7 @@ BENCHMARKS = {  # name -> module of this package with a function of that name, a
     ),
     "sequence_parallel": ("training", "the same over the processes of torchrun: engines, sequence parallelism"),
     "goals": ("goals", "our training steps against the reference's settings and diffusers' models"),
+    "wan": ("wan", "training steps and forward passes of Wan, ours and diffusers' own"),
     "attention": ("attention", "attention kernels at the shapes of our denoisers"),
     "nova": ("nova", "training steps and sampling of NOVA"),
     "sample": ("sampling", "seconds per video of real size: compiled, cached, offloaded, over several GPUs"),

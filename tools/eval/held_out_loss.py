@@ -22,7 +22,8 @@ from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.inference.manifest import describe_checkpoint
 from opensora.inference.sizes import legal_dataset
 from opensora.registry import DATASETS, DENOISERS, MODELS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
-from opensora.training.batch_encoder import BatchEncoder, freeze
+from opensora.schedulers.mask_ratios import MaskRatios
+from opensora.training.batch_encoder import BatchEncoder, freeze, mask_ratios_of
 from opensora.training.validation import HeldOutLoss, Key
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import progress_bar, show_messages
@@ -89,7 +90,10 @@ def measure(cfg: TrainConfig, world: World, adapter: Adapter | None = None) -> t
     freeze(model, world.device)
     component = {**legal_dataset(cfg.dataset, vae), "data_path": cfg.val_data_path}
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
-    encode = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
+    parts: Any = {"masks": MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios)), "image_encoder": None}
+    if cfg.image_encoder is not None:
+        parts["image_encoder"] = freeze(build_module(cfg.image_encoder, MODELS), world.device)
+    encode = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0, **parts)
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     with progress_bar(bar_format="{desc}, {elapsed} so far", disable=not world.is_main) as bar:
         loss = HeldOutLoss(cfg, world, dataset, encode, scheduler, bar.set_description_str)

@@ -51,7 +51,7 @@ def report(
     window = frames_needed(size.num_frames, frame_interval)
     contact_sheet(_rows(table, [clip[:, :window] for clip in clips], samples, before), run / "contact_sheet.png")
     loss_curve(sorted((run / "runs").glob("*/metrics.jsonl")), run / "loss.png")
-    return figures | {"vae_psnr": vae_psnr(cfg, clips)}
+    return figures | {"vae_psnr": vae_psnr(cfg, clips, frame_interval)}
 
 
 def report_images(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig) -> dict[str, int]:
@@ -95,10 +95,17 @@ def read_clip(path: Path, size: tuple[int, int]) -> Tensor:
 
 
 @torch.no_grad()
-def vae_psnr(cfg: InferenceConfig, clips: list[Tensor]) -> float:
-    """The mean PSNR of a few frames of each clip, encoded and decoded: no sample can look better."""
+def vae_psnr(cfg: InferenceConfig, clips: list[Tensor], frame_interval: int) -> float:
+    """The mean PSNR of a few frames of each clip, encoded and decoded: no sample can look better.
+
+    They are from all over the clip; for a VAE that looks at several frames together, as far apart as those of a sample.
+    """
     vae = build_module(cfg.vae, MODELS).eval()
-    x = torch.stack([clip[:, torch.linspace(0, clip.shape[1] - 1, 4).long()] for clip in clips])  # [N, 3, 4, H, W]
+    n = vae.legal_num_frames(4)
+    last = [clip.shape[1] - 1 if vae.encodes_frames else (n - 1) * frame_interval for clip in clips]
+    x = torch.stack(
+        [clip[:, torch.linspace(0, end, n).long()] for clip, end in zip(clips, last, strict=True)]
+    )  # [N, 3, n, H, W]
     mean, logvar = vae.moments(x).chunk(2, dim=1)
     z = vae.sample(torch.cat([mean, torch.full_like(logvar, -30.0)], dim=1))  # the mode, whatever the config says
     decoded = vae.decode(z, x.shape[2]).clamp(-1, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.compile.nexfort import record_of
 from opensora.acceleration.compile.quantise import is_quantised
-from opensora.checkpoint.lora import merge_adapter, read_adapter
+from opensora.checkpoint.lora import merge_adapter, parameters_of, read_adapter
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -36,12 +36,7 @@ class Adapters:
         self._check()
         self.adapters = {name: read_adapter(path) for name, path in paths.items()}
         self._scales: dict[str, float] = {}  # in use
-        changed = {name for adapter in self.adapters.values() for name in adapter.factors}
-        self._base: dict[str, Tensor] = {
-            name: layer.weight.detach().clone()
-            for name, layer in model.named_modules()
-            if name in changed and isinstance(layer, nn.Linear)
-        }
+        self._base: dict[str, Tensor] = {}  # parameters that one in use has changed
 
     @torch.no_grad()
     def use(self, scales: Mapping[str, float]) -> None:
@@ -66,9 +61,12 @@ class Adapters:
 
     def _merge(self, scales: Mapping[str, float]) -> None:
         for name, weight in self._base.items():
-            self.model.get_parameter(f"{name}.weight").copy_(weight)
+            self.model.get_parameter(name).copy_(weight)
         for name, scale in scales.items():
-            merge_adapter(self.model, self.adapters[name], scale, f"LoRA {name!r}")
+            adapter, source = self.adapters[name], f"LoRA {name!r}"
+            for changed in {*parameters_of(self.model, adapter, source).values()} - self._base.keys():
+                self._base[changed] = self.model.get_parameter(changed).detach().clone()
+            merge_adapter(self.model, adapter, scale, source)
 
     def _check(self) -> None:
         record = record_of(self.model)

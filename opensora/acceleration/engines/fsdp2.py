@@ -6,8 +6,9 @@ them again. With `shard_size` below the number of processes the state is sharded
 are replicas of each other (HSDP).
 
 Weights travel in fp32 and autocast casts them to the dtype of the computation, as with `ddp`: one process, several,
-and `ddp` compute the same. Weights that travel in bf16 would be rounded where autocast keeps fp32, such as in the timestep's
-MLP and the modulation.
+and `ddp` compute the same. With `fsdp_gather="bf16"` those of the blocks travel in bf16, which is half the traffic; it also rounds what
+autocast keeps in fp32 there, such as norms and tables of modulation. What is in no block stays as it is. Frozen weights travel as they
+are stored (`frozen_weights` of the config).
 """
 
 import warnings
@@ -18,13 +19,14 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World, check_group_size, join_alone, own_group
 from opensora.acceleration.engines.base import MastersEngine
 from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
+from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 
@@ -35,6 +37,8 @@ class FSDP2Engine(MastersEngine):
     Args:
         model, optimizer, world, dtype, grad_clip: see `build_engine`; blocks are those of the model's `transformer_blocks()`.
         fsdp_reshard: "zero2" or "zero3", see the module.
+        fsdp_gather: "fp32" or "bf16", see the module; "bf16" is for a computation in bf16.
+        fsdp_reduce: dtype in which gradients are summed over the processes, "fp32" or "bf16".
         shard_size: processes that share the state; None = all.
         hybrid_zero: `shard_size` is the number of processes of a node.
         optimizer_offload: take the step on the CPU, see `MastersEngine`.
@@ -52,6 +56,8 @@ class FSDP2Engine(MastersEngine):
         grad_clip: float = 0.0,
         *,
         fsdp_reshard: Literal["zero2", "zero3"] = "zero2",
+        fsdp_gather: Literal["fp32", "bf16"] = "fp32",
+        fsdp_reduce: Literal["fp32", "bf16"] = "fp32",
         shard_size: int | None = None,
         hybrid_zero: bool = False,
         optimizer_offload: bool = False,
@@ -61,11 +67,19 @@ class FSDP2Engine(MastersEngine):
         self.reshard = fsdp_reshard == "zero3"
         self.mesh = make_mesh(world, shard_size or (node_size(world.size) if hybrid_zero else world.size))
         given = dict(model.named_parameters())
+
+        def policy(gather: str) -> MixedPrecisionPolicy:
+            param_dtype = None if gather == "fp32" else to_torch_dtype(gather)  # None: as they are stored
+            return MixedPrecisionPolicy(param_dtype, to_torch_dtype(fsdp_reduce), cast_forward_inputs=False)
+
         # about changing the prediction in place, which no loss does
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for block in model.transformer_blocks() if hasattr(model, "transformer_blocks") else []:  # type: ignore[operator]
-            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard)
-        self.model: FSDPModule = fully_shard(model, mesh=self.mesh, reshard_after_forward=False)  # needed again at once
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard, mp_policy=policy(fsdp_gather))
+        # needed again at once
+        self.model: FSDPModule = fully_shard(
+            model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy("fp32")
+        )
         if hasattr(model, "null_condition"):
             register_fsdp_forward_method(model, "null_condition")  # may use an embedder's weights
         super().__init__(model, optimizer, given, world, dtype, grad_clip, offload=optimizer_offload,

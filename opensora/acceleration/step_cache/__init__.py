@@ -59,7 +59,7 @@ def build_step_cache(
         raise UserError(f"step_cache.type={kind!r} is not one of {', '.join(OPTIONS)}.")
     for block in model.transformer_blocks():  # type: ignore[operator]
         modulated = hasattr(block, "scale_shift_table") or hasattr(block, "adaLN_modulation")
-        if kind == "pab" and not hasattr(getattr(block, "attn", None), "axis"):
+        if kind == "pab" and not hasattr(getattr(block, "attn", getattr(block, "attn1", None)), "axis"):
             missing = "`attn`, a self-attention of opensora.models.layers"
         elif kind == "teacache" and not (modulated and hasattr(block, "norm1")):
             missing = "`norm1` and `scale_shift_table` or `adaLN_modulation`"
@@ -67,6 +67,10 @@ def build_step_cache(
             continue
         raise UserError(
             f"step_cache.type={kind!r}: the blocks of a {type(model).__name__} have no {missing}. Leave the step cache out."
+        )
+    if kind == "teacache" and getattr(model, "net_2", None) is not None:  # it skips from the first to the last block
+        raise UserError(
+            "step_cache.type='teacache' is for one network, and this model has two experts; 'pab' works on both."
         )
     options = {name: value for name, value in config.items() if name != "type"}
     for name, value in options.items():

@@ -142,15 +142,20 @@ def sources_of(options: PABOptions, kind: str, block: int, timesteps: Sequence[f
 def layers_of(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, int, nn.Module]]:
     """(kind, number of the block, layer) of every attention layer and MLP of a denoiser's blocks.
 
-    By the names that all blocks of this project use: `attn`, `attn_temp`, `cross_attn`, `mlp`; an attention's `axis` says
-    whether it looks over time. MLPs are "mlp spatial" or "mlp temporal", as their block's `attn` is.
+    By the names that all blocks of this project use: `attn`, `attn_temp`, `cross_attn`, `mlp`, and those of diffusers' Wan: `attn1`,
+    `attn2`, `ffn`; an attention's `axis` says whether it looks over time. MLPs are "mlp spatial" or "mlp temporal", as their block's
+    attention is.
     """
     numbers = {"spatial": 0, "temporal": 0}
     for block in blocks:
-        along = "temporal" if block.attn.axis == "time" else "spatial"  # type: ignore[union-attr]
+        first = getattr(block, "attn", None) or block.attn1
+        along = "temporal" if first.axis == "time" else "spatial"  # type: ignore[union-attr]
         number = numbers[along]
         numbers[along] += 1
-        names = (("attn", along), ("attn_temp", "temporal"), ("cross_attn", "cross"), ("mlp", f"mlp {along}"))
+        names = (
+            ("attn", along), ("attn1", along), ("attn_temp", "temporal"), ("cross_attn", "cross"), ("attn2", "cross"),
+            ("mlp", f"mlp {along}"), ("ffn", f"mlp {along}"),
+        )  # fmt: skip
         for name, kind in names:
             layer = getattr(block, name, None)
             if layer is not None:

@@ -113,9 +113,14 @@ def modulated_input(block: Any, x: Tensor, others: Sequence[Any]) -> Tensor:
     """What the first attention of a block sees, from the block's input x [B, T, S, D] and its further arguments.
 
     Blocks with a `scale_shift_table` (PixArt, STDiT) get (y, t), where t [B, K, D] is added to the table; blocks with an
-    `adaLN_modulation` (DiT) get c [B, D]. Conditioning frames count like the others.
+    `adaLN_modulation` (DiT) get c [B, D]; those of diffusers' Wan, whose x is [B, N, D], get (text, t [B, 6, D] or [B, N, 6, D]).
+    Conditioning frames count like the others.
     """
     table = getattr(block, "scale_shift_table", None)
+    if hasattr(block, "attn1"):
+        shift, scale = (table + others[1]).movedim(-2, 0)[:2]  # [B, D] or [B, N, D] each
+        shift, scale = (part.reshape(len(x), -1, part.shape[-1]) for part in (shift, scale))
+        return block.norm1(x.float()) * (1 + scale) + shift
     vectors = block.adaLN_modulation(others[0]) if table is None else table[:2] + others[1][:, :2]  # [B, 2 or more, D]
     shift, scale = vectors[:, 0, None, None].to(x.dtype), vectors[:, 1, None, None].to(x.dtype)  # each [B, 1, 1, D]
     return block.norm1(x) * (1 + scale) + shift

@@ -5,7 +5,7 @@ A shape is named by its aspect ratio height / width, with two decimals in every 
     "144p" ... "1080p", "2k", "4k"     17 ratios from 3:8 to 25:12, the sizes of Open-Sora 1.x
     "256", "512", "1024", "2048", "2880"   40 ratios from 1:4 to 4:1, the sizes of PixArt (arXiv:2310.00426)
     "<N>px", for example "96px"        the area of an N x N square in 17 common ratios, for any N
-    "<H>x<W>", for example "240x424"   one size, taken as it is
+    "<H>x<W>", for example "240x424"   one size, taken as it is; "480x832,624x624,832x480": one of these
 
 Models take sides that are multiples of VAE x patch, which 240 x 426 is not: `rounded` moves a size to the nearest one.
 
@@ -90,12 +90,15 @@ def get_resolution(name: str) -> Resolution:
             key(h, w): (round(math.sqrt(area * (h / w))), round(math.sqrt(area / (h / w)))) for h, w in _SQUARE_RATIOS
         }
         return Resolution(name, area, sizes)
-    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
-        size = int(match[1]), int(match[2])
-        return Resolution(name, size[0] * size[1], {key(*size): size})
+    if re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", name):
+        written = [(int(h), int(w)) for h, w in (size.split("x") for size in name.split(","))]
+        sizes = {key(*size): size for size in sorted(written, key=lambda size: size[0] / size[1])}
+        if len(sizes) < len(written):
+            raise UserError(f"resolution {name!r}: two of its sizes have the same shape; name each once.")
+        return Resolution(name, max(h * w for h, w in written), sizes)
     raise UserError(
         f"resolution {name!r} is unknown.{did_you_mean(name, list(NAMES))} Names: {', '.join(NAMES)}; or '<N>px' for the "
-        "area of an N x N square, or 'HEIGHTxWIDTH' for one size."
+        "area of an N x N square, or 'HEIGHTxWIDTH' for one size, or several of these with commas."
     )
 
 

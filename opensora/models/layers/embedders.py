@@ -38,6 +38,8 @@ class ScalarEmbedder(nn.Module):
     fp32 and the MLP outside autocast: the numbers reach 1000 and more, and bf16 does not tell 513 from 514.
     """
 
+    outside_autocast = True
+
     def __init__(self, dim: int, num_frequencies: int = 256) -> None:
         super().__init__()
         self.num_frequencies = num_frequencies

@@ -88,6 +88,8 @@ class AdaLN(nn.Sequential):
     Outside autocast: for one row a sample, rounding the weights costs more than it saves.
     """
 
+    outside_autocast = True
+
     def __init__(self, dim: int, num_vectors: int) -> None:
         super().__init__(nn.SiLU(), nn.Linear(dim, num_vectors * dim))
         self.num_vectors = num_vectors

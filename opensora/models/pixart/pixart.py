@@ -55,6 +55,7 @@ class KVCompressAttention(Attention):
     def __init__(self, dim: int, num_heads: int, *, qk_norm: bool = False, kernel: str = "auto") -> None:
         super().__init__(dim, num_heads, axis="all", qk_norm=qk_norm, kernel=kernel)
         self.sr = nn.Conv2d(dim, dim, kernel_size=FACTOR, stride=FACTOR, groups=dim)
+        self.sr.outside_autocast = True  # type: ignore[assignment]  # `compress` does not call it
         self.norm = nn.LayerNorm(dim)
         nn.init.constant_(self.sr.weight, 1 / FACTOR**2)
         nn.init.zeros_(self.sr.bias)  # type: ignore[arg-type]  # the layer above has a bias

@@ -53,6 +53,8 @@ class HFTextEncoder(nn.Module):
         between_uses: Where the weights are when nothing is encoded: "keep" on the device; on the "cpu"; or "unload", which
             frees them and reads them again for the next call.
         tokenizer: Folder or hub id of the tokenizer, where it is not with the weights, as in NOVA's pipelines.
+        subfolder: The part with the weights of one of diffusers' pipelines, such as "text_encoder"; its tokenizer is in
+            "tokenizer".
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -70,6 +72,7 @@ class HFTextEncoder(nn.Module):
         padding: Padding = "max_length",
         between_uses: BetweenUses = "keep",
         tokenizer: str | None = None,
+        subfolder: str | None = None,
     ) -> None:
         super().__init__()
         self.from_pretrained = from_pretrained
@@ -82,11 +85,19 @@ class HFTextEncoder(nn.Module):
         self.sharded = False
         self._warned_of_a_cut = False
         self._device = torch.device("cpu")
-        self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only, "trust_remote_code": False}
-        needed = [("config.json",), WEIGHTS, *([VOCABULARY] if tokenizer is None else [])]
-        self._name = self._tokenizer_name = resolve_pretrained(from_pretrained, what="text encoder", any_of=needed)
-        if tokenizer is not None:
-            self._tokenizer_name = resolve_pretrained(tokenizer, what="tokenizer", any_of=[VOCABULARY])
+        hub = {"cache_dir": cache_dir, "local_files_only": local_files_only, "trust_remote_code": False}
+        self._part = subfolder or ""
+        self._tokenizer_part = self._part.replace("text_encoder", "tokenizer") if tokenizer is None else ""
+        self._hub = {**hub, "subfolder": self._part}
+        self._tokenizer_hub = {**hub, "subfolder": self._tokenizer_part}
+        needed = [("config.json",), WEIGHTS]
+        self._name = resolve_pretrained(from_pretrained, what="text encoder", subfolder=subfolder, any_of=needed)
+        self._tokenizer_name = resolve_pretrained(
+            tokenizer or from_pretrained,
+            what="text encoder" if tokenizer is None else "tokenizer",
+            subfolder=self._tokenizer_part,
+            any_of=[VOCABULARY],
+        )
         try:
             self.tokenizer: Any = self._load_tokenizer()
         except (OSError, ValueError) as error:
@@ -163,8 +174,10 @@ class HFTextEncoder(nn.Module):
         content = {key: value for key, value in content.items() if key not in ("_name_or_path", "transformers_version")}
         digest.update(json.dumps([settings, content], sort_keys=True).encode())
         files = {p for pattern in (*WEIGHTS, *VOCABULARY) for p in folder.glob(pattern)}
-        if self._tokenizer_name != self._name:
-            files |= {p for pattern in VOCABULARY for p in Path(self._tokenizer_name).glob(pattern)}
+        of_tokenizer = Path(self._tokenizer_name)  # a folder; else a hub id, whose files lie where the weights' do
+        if self._tokenizer_name == self._name:
+            of_tokenizer = folder.parents[len(Path(self._part).parts) - 1] if self._part else folder
+        files |= {p for pattern in VOCABULARY for p in (of_tokenizer / self._tokenizer_part).glob(pattern)}
         for path in sorted(files):
             size = path.stat().st_size
             sampled = hashlib.blake2b(str(size).encode(), digest_size=16)
@@ -203,7 +216,7 @@ class HFTextEncoder(nn.Module):
                 self.model.to("cpu")
 
     def _load_tokenizer(self) -> Any:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self._tokenizer_name, **self._hub)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self._tokenizer_name, **self._tokenizer_hub)
         if tokenizer.pad_token is None:  # of language models; masked, so that any token does
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer

@@ -67,7 +67,7 @@ class T5Encoder(HFTextEncoder):
             return super()._load_tokenizer()
         except ValueError:  # a UMT5 folder with a spiece.model alone, which `AutoTokenizer` cannot read
             tokenizer: Any = transformers.T5Tokenizer
-            return tokenizer.from_pretrained(self._name, **self._hub)
+            return tokenizer.from_pretrained(self._tokenizer_name, **self._tokenizer_hub)
 
     def _from_files(self, **options: Any) -> Any:
         kind = transformers.AutoConfig.from_pretrained(self._name, **self._hub).model_type

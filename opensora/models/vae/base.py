@@ -65,6 +65,10 @@ class VideoVAE(nn.Module):
     in_channels: int = 3  # of the video; others for VAEs that work on another VAE's latents
     out_channels: int  # of the latents
     strides: tuple[int, int, int]  # pixels (frames, height, width) of a latent cell
+    cells: tuple[int, int] = (
+        1,
+        1,
+    )  # sizes are multiples of so many latent cells (rows, columns): of the denoiser's patches
     encodes_frames: bool = False  # every frame by itself: the network gets [N, C, H, W]
     decodes_frames: bool = False
     # fp32 on the CPU, [C], or [C, t] where each latent frame has its own; no buffers, for `.to(bf16)` must not round them
@@ -192,6 +196,13 @@ class VideoVAE(nn.Module):
         z, logvar = moments.float().chunk(2, dim=1)
         if self.posterior == "sample":
             z = z + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(z, generators)
+        return self._scaled(z)
+
+    def mode(self, moments: Tensor) -> Tensor:
+        """moments [B, 2C, t, h, w] -> scaled latents z [B, C, t, h, w] fp32: the posterior's mode, whatever `posterior` is."""
+        return self._scaled(moments.float().chunk(2, dim=1)[0])
+
+    def _scaled(self, z: Tensor) -> Tensor:
         scale, shift = self._statistics_at(z.device)
         return (z - per_frame(shift, z)) * per_frame(scale, z)
 
@@ -214,15 +225,15 @@ class VideoVAE(nn.Module):
 
     def legal_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
         """The nearest (T, H, W) that the VAE takes."""
-        height, width = (max(round(n / by), 1) * by for n, by in zip(size[1:], self.strides[1:], strict=True))
+        height, width = (max(round(n / by), 1) * by for n, by in zip(size[1:], self._sides(), strict=True))
         return self.legal_num_frames(size[0]), height, width
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
         """(T, H, W) of a video -> (t, h, w) of its latents; a UserError with the nearest size where the VAE takes no such."""
         frames, height, width = (int(n) for n in size)
-        _, by_height, by_width = self.strides
         legal, *near = self.legal_size(size)
         if near != [height, width]:
+            by_height, by_width = self._sides()
             multiples = f"{by_height}" if by_height == by_width else f"{by_height} (height) and {by_width} (width)"
             raise UserError(
                 f"the VAE cannot encode {height}x{width} (height x width) with {frames} frames: sizes are multiples of "
@@ -230,7 +241,11 @@ class VideoVAE(nn.Module):
             )
         if legal != frames:
             raise UserError(f"the VAE cannot encode {frames} frames: {self.frames_rule}; the nearest is {legal}.")
-        return self.latent_frames(frames), height // by_height, width // by_width
+        return self.latent_frames(frames), height // self.strides[1], width // self.strides[2]
+
+    def _sides(self) -> tuple[int, int]:
+        """Of what height and width are multiples."""
+        return self.strides[1] * self.cells[0], self.strides[2] * self.cells[1]
 
     def causal_padding(self, num_frames: int) -> int:
         """How many frames are missing in front of a chunk of `num_frames` to fill its first latent frame."""

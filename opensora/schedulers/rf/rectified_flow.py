@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition, Denoiser, guidance_from_config
+from opensora.schedulers.rf.diffusers_solver import FLOW_SOLVERS, DiffusersRun
 from opensora.schedulers.sampling import Denoise, Sampler, Solver, Time
 from opensora.schedulers.timesteps import Choice, build_sampling, build_weights, flow_alphas_cumprod
 from opensora.schedulers.training import (
@@ -31,7 +32,7 @@ from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
 
 Tau = TypeVar("Tau", float, Tensor)
-SAMPLERS = ("euler", "heun", "midpoint")
+SAMPLERS = ("euler", "heun", "midpoint", *FLOW_SOLVERS)
 TIMES = ("continuous", "discrete")
 SHIFTS = ("none", "resolution", "length")
 
@@ -52,6 +53,7 @@ class RectifiedFlow(Sampler):
         shift: str | float = "none",
         shift_base: Sequence[int] = (64, 64),
         transform_scale: float = 1.0,
+        interval: Sequence[float] = (0.0, 1.0),
         timestep_sampling: Choice = "uniform",
         loss_weighting: Choice | None = None,
     ) -> None:
@@ -59,12 +61,15 @@ class RectifiedFlow(Sampler):
         num_sampling_steps: steps from noise to data; "heun" calls the model 2 N - 1 times, "midpoint" 2 N times.
         num_timesteps: T; the model is conditioned on tau * T.
         cfg_scale, cfg_channel, guidance: see `opensora.schedulers.guidance.Guidance`.
-        sampler: "euler", or of second order "heun" or "midpoint".
+        sampler: "euler", or of second order "heun" or "midpoint"; diffusers' schedulers, with their own times: "unipc" and
+            "dpm++", as Wan is sampled, and "flow-euler".
         time: "continuous", or "discrete": integers from 1 to T, in training and sampling.
         shift: "none", "resolution" (Open-Sora 1.2) or "length" (2.0), which depend on the latent's size, or a number
             (Stable Diffusion 3); see `shift_ratio`.
         shift_base: rows and columns of the latent whose single frame "resolution" does not shift.
         transform_scale: multiplies the ratio of the shift.
+        interval: the part of the training time, after the shift, that is trained: of an expert of several. What is drawn is
+            rescaled to it.
         timestep_sampling: "uniform", "logit-normal", "speedit" or "speed", or dict(type=NAME, option=...); drawn before the shift. See opensora/schedulers/timesteps.py.
         loss_weighting: "none", "p2", "min-snr" or "speed", or dict(type=NAME, option=...); by default that of the
             timestep sampling.
@@ -85,10 +90,15 @@ class RectifiedFlow(Sampler):
             )
         if len(shift_base) != 2 or min(shift_base) < 1:
             raise UserError(f"scheduler.shift_base={shift_base!r}: expected (rows, columns) of a latent frame.")
+        if len(interval) != 2 or not 0 <= interval[0] < interval[1] <= 1:
+            raise UserError(
+                f"scheduler.interval={interval!r}: expected (low, high) with 0 <= low < high <= 1; 1 is noise."
+            )
         self.guidance = guidance_from_config(cfg_scale, cfg_channel, guidance)
         self.num_sampling_steps, self.num_timesteps = num_sampling_steps, num_timesteps
         self.sampler, self.time = sampler, time
         self.shift, self.shift_base, self.transform_scale = shift, tuple(shift_base), transform_scale
+        self.interval = tuple(interval)
         abar = flow_alphas_cumprod(num_timesteps)
         self.timestep_sampling = build_sampling(timestep_sampling, abar)
         self.loss_weights = build_weights(loss_weighting, timestep_sampling, abar, "velocity")
@@ -124,9 +134,10 @@ class RectifiedFlow(Sampler):
     def _draw(self, generators: Sequence[torch.Generator], x0: Tensor) -> Tensor:
         """Timesteps [B], shifted."""
         ratio, T = self._ratio(x0), self.num_timesteps
+        low, high = (shifted(tau, 1 / ratio) for tau in self.interval)  # before the shift
         if self.time == "continuous":
-            return shifted(self.timestep_sampling.draw_time(generators, x0.device), ratio) * T
-        tau = shifted((self.timestep_sampling.draw(generators, x0.device) + 1) / T, ratio)
+            return shifted(low + (high - low) * self.timestep_sampling.draw_time(generators, x0.device), ratio) * T
+        tau = shifted(low + (high - low) * (self.timestep_sampling.draw(generators, x0.device) + 1) / T, ratio)
         return (tau * T).round().long().clamp(1, T)
 
     def _ratio(self, x: Tensor) -> float:
@@ -135,6 +146,8 @@ class RectifiedFlow(Sampler):
     def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> Solver:
         """Steps at times that suit the latent's size; deterministic, so that no generators are needed."""
         N, ratio = self.num_sampling_steps, self._ratio(z)
+        if self.sampler in FLOW_SOLVERS:
+            return DiffusersRun(self.sampler, N, self.num_timesteps, ratio)
         taus = [shifted(1 - i / N, ratio) for i in range(N)]
         if self.time == "discrete":
             times = [max(round(tau * self.num_timesteps), 1) for tau in taus]

@@ -39,7 +39,7 @@ def test_sizes_of_pixart():
         assert {f"{float(key):.2f}": tuple(map(int, size)) for key, size in table.items()}.items() <= ours.items()
 
 
-@pytest.mark.parametrize("name", [*NAMES, "96px", "240x424"])
+@pytest.mark.parametrize("name", [*NAMES, "96px", "240x424", "832x480,480x832,624x624"])
 def test_tables_are_sound(name):
     resolution = get_resolution(name)
     keys = list(resolution.sizes)
@@ -66,6 +66,8 @@ def test_every_ratio_works_in_every_table():
 
 
 def test_mistakes():
+    with pytest.raises(UserError, match="two of its sizes have the same shape"):
+        get_resolution("480x832,240x416")
     with pytest.raises(UserError, match=r"resolution '480' is unknown. Did you mean '480p'\?"):
         get_resolution("480")
     with pytest.raises(
