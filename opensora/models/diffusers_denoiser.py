@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.loading import Convert, load_weights, store_frozen
@@ -111,6 +112,17 @@ class DiffusersDenoiser(nn.Module):
         """`x [B, C, T, H, W]`, with zeros up to whole patches."""
         missing = [-n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)]
         return F.pad(x, (0, missing[2], 0, missing[1], 0, missing[0])) if any(missing) else x
+
+    def unpatchify(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
+        """Tokens `x [B, N, patch * C] -> [B, C, *latent_size]` fp32, of which padding is cropped."""
+        sizes = dict(zip(("T", "H", "W"), self.grid(latent_size), strict=True))
+        sizes |= dict(zip(("pt", "ph", "pw"), self.patch_size, strict=True))
+        x = rearrange(x, "B (T H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)", **sizes)
+        return x[:, :, : latent_size[0], : latent_size[1], : latent_size[2]].float()
+
+    def shard(self, x: Tensor) -> Tensor:
+        """`[B, N, ...]` -> this process' share of the N tokens, where `sp_ranks` shares them; else all of them."""
+        return x if self.sp_ranks is None else self.sp_ranks.split(x.unsqueeze(1)).squeeze(1)
 
     def text(self, y: Tensor, mask: Tensor | None, length: int) -> Tensor:
         """`y [B, 1, L, C]` -> fp32 [B, length, C], zeros where `mask [B, L]` is False and behind the last token."""

@@ -11,6 +11,14 @@ from torch import Tensor
 from opensora.acceleration.kernels.attention import attention
 
 
+def set_processors(block: Any, kernel: str, image_tokens: int) -> None:
+    """Let a block's two attentions compute with `Processor`, and say what `opensora.acceleration.sequence_parallel` looks for."""
+    block.attn1.exchange, block.attn1.axis, block.attn1.keeps_keys = None, "all", True
+    block.attn1.num_heads = block.attn1.heads
+    block.attn1.set_processor(Processor(kernel))
+    block.attn2.set_processor(Processor(kernel, image_tokens))
+
+
 class Processor:
     """diffusers' attention processor of Wan with this package's kernels, and with the exchange of tokens for heads of sequence
     parallelism (Ulysses), see `opensora.acceleration.sequence_parallel.exchange`.

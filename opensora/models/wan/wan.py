@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.diffusers_denoiser import DiffusersDenoiser, weights_on
 from opensora.models.image_encoder import required_frames
-from opensora.models.wan.attention import Processor
+from opensora.models.wan.attention import set_processors
 from opensora.models.wan.condition import IMAGE_TOKENS, ImageConditions
 from opensora.models.wan.convert import load_wan, original_name
 from opensora.registry import MODELS
@@ -114,13 +114,8 @@ class Wan(ImageConditions, DiffusersDenoiser):
         self.hidden_size, self.depth, self.num_heads = hidden_size, depth, num_heads
         kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
         self.image_tokens = 0 if image_dim is None else pos_embed_seq_len or IMAGE_TOKENS
-        block: Any
         for block in self.transformer_blocks():
-            # what `opensora.acceleration.sequence_parallel` looks for
-            block.attn1.exchange, block.attn1.axis, block.attn1.keeps_keys = None, "all", True
-            block.attn1.num_heads = num_heads
-            block.attn1.set_processor(Processor(kernel))
-            block.attn2.set_processor(Processor(kernel, self.image_tokens))
+            set_processors(block, kernel, self.image_tokens)
         load_wan(self, from_pretrained, from_pretrained_2, frozen_weights=frozen_weights)
 
     def forward(
@@ -152,14 +147,13 @@ class Wan(ImageConditions, DiffusersDenoiser):
         t = timestep.float()
         if x_mask is not None:  # conditioning frames are clean
             t = torch.where(x_mask.bool(), t[:, None], 0.0)  # [B, T]
+        if image_features is not None:  # two images of a sample are two rows for diffusers
+            image_features = image_features.reshape(-1, IMAGE_TOKENS, image_features.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             temb, t_mod, text, image = net.condition_embedder(
                 t.flatten(),
                 self.text(y, mask, self.text_len),
-                # two images of a sample are two rows for diffusers
-                None
-                if image_features is None
-                else image_features.float().reshape(-1, IMAGE_TOKENS, image_features.shape[-1]),
+                None if image_features is None else image_features.float(),
                 timestep_seq_len=None if x_mask is None else T,
             )  # [B, D] or [B, T, D], [.., 6 D], [B, L, D], [B, M, D]
         text = text if image is None else torch.cat([image, text], dim=1)
@@ -176,10 +170,7 @@ class Wan(ImageConditions, DiffusersDenoiser):
         x = net.proj_out((net.norm_out(x.float()) * (1 + scale) + shift).to(x.dtype))
         if self.sp_ranks is not None:
             x = self.sp_ranks.gather(x.unsqueeze(1), T * H * W).squeeze(1)
-        pt, ph, pw = self.patch_size
-        sizes_of_patches = {"T": T, "H": H, "W": W, "pt": pt, "ph": ph, "pw": pw}
-        x = rearrange(x, "B (T H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)", **sizes_of_patches)
-        return -x[:, :, : latent_size[0], : latent_size[1], : latent_size[2]].float()
+        return -self.unpatchify(x, latent_size)
 
     def expert_at(self, timestep: Tensor) -> Any:
         """The network for these timesteps [B]."""
@@ -196,17 +187,12 @@ class Wan(ImageConditions, DiffusersDenoiser):
         """See `Denoiser.transformer_blocks`."""
         return [*self.net.blocks, *(() if self.net_2 is None else self.net_2.blocks)]
 
-    def shard(self, x: Tensor) -> Tensor:
-        """`[B, N, ...]` -> this process' share of the N tokens, where `sp_ranks` shares them; else all of them."""
-        return x if self.sp_ranks is None else self.sp_ranks.split(x.unsqueeze(1)).squeeze(1)
-
     def flops(self, latent_size: tuple[int, int, int], text_len: int) -> int:
         """See `Denoiser.flops`. A text is padded to `model_max_length`, whatever `text_len` is."""
         config, N = self.net.config, math.prod(self.grid(latent_size))
         D, F, L, M = self.hidden_size, config.ffn_dim, self.text_len, self.image_tokens
-        block = N * (4 * D * D + 2 * N * D)  # self-attention
+        block = N * (4 * D * D + 2 * N * D) + 2 * N * D * F  # self-attention and MLP
         block += N * 2 * D * D + (L + M) * 2 * D * D + 2 * N * (L + M) * D  # cross-attention
-        block += 2 * N * D * F
         patch = 4 * N * (config.in_channels + config.out_channels) * D
         embedders = L * (self.text_dim * D + D * D) + config.freq_dim * D + D * D + 6 * D * D
         if self.image_dim is not None:
