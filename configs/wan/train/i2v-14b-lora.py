@@ -3,6 +3,8 @@
     python -m tools.finetune FOLDER --model configs/wan/train/i2v-14b-lora.py
     python scripts/train.py configs/wan/train/i2v-14b-lora.py --data-path FOLDER
 
+Not measured: 2.1 B more weights than T2V 14B, which takes 9.67 s and 75.1 GiB a step at 81x480x832 on one H200.
+
 Weights: hub: Wan-AI/Wan2.1-I2V-14B-480P-Diffusers.
 Hardware: 1 GPU.
 """

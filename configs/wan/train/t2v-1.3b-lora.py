@@ -3,6 +3,8 @@
     python -m tools.finetune FOLDER --model configs/wan/train/t2v-1.3b-lora.py
     python scripts/train.py configs/wan/train/t2v-1.3b-lora.py --data-path FOLDER
 
+Not measured; all weights, as in t2v-1.3b.py, take 1.87 s and 61.9 GiB a step at 81x480x832 on one H200.
+
 Weights: hub: Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
 Hardware: 1 GPU.
 """

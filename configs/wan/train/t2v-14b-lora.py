@@ -3,6 +3,8 @@
     python -m tools.finetune FOLDER --model configs/wan/train/t2v-14b-lora.py
     python scripts/train.py configs/wan/train/t2v-14b-lora.py --data-path FOLDER
 
+A step takes 9.67 s and 75.1 GiB, VAE and text encoder apart (random weights of full size, 81x480x832, one H200, `python -m tools.benchmark wan`).
+
 Weights: hub: Wan-AI/Wan2.1-T2V-14B-Diffusers.
 Hardware: 1 GPU.
 """
