@@ -24,7 +24,7 @@ from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.config.schema import LoraOptions
-from opensora.datasets.buckets.bucket import move_to_legal_sizes
+from opensora.datasets.buckets.bucket import Buckets, move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
@@ -76,6 +76,7 @@ from opensora.training.run import (
     seek,
     warn_of_random_weights,
     what_to_do_next,
+    with_expert_interval,
 )
 from opensora.training.run_log import RunLog
 from opensora.training.saver import open_run
@@ -151,34 +152,6 @@ def fit_to_machine(cfg: TrainConfig, argv: Sequence[str]) -> tuple[TrainConfig, 
     return cfg, notes
 
 
-def with_expert_interval(cfg: TrainConfig) -> TrainConfig:
-    """`scheduler.interval` filled in, where one of a model's two experts is trained (`boundary`, `expert`): its own noise levels.
-
-    Raises:
-        UserError: no expert is chosen, or the interval that is set goes beyond the expert's.
-    """
-    known = signature(DENOISERS.get(cfg.model["type"])).parameters
-    defaults = {name: known[name].default for name in ("boundary", "expert") if name in known}
-    model = defaults | cfg.model
-    if model.get("boundary") is None:
-        return cfg
-    if model["expert"] not in ("high", "low"):
-        raise UserError(
-            f"model.expert={model['expert']!r}: the experts of {model['type']} are trained one at a time, in a run each: set "
-            "--model.expert high, or low."
-        )
-    own = (model["boundary"], 1.0) if model["expert"] == "high" else (0.0, model["boundary"])
-    scheduler = {"interval": own, **cfg.scheduler}
-    low, high = build_module(scheduler, SCHEDULERS).interval
-    if not own[0] <= low < high <= own[1]:
-        raise UserError(
-            f"scheduler.interval={low, high}: the expert {model['expert']!r} of {model['type']} works at noise levels {own}; leave "
-            "the interval out, or set a part of it."
-        )
-    logger.info("the %s-noise expert is trained at noise levels from %g to %g.", model["expert"], low, high)
-    return replace(cfg, scheduler=scheduler)
-
-
 def refuse_without_base(model: Mapping[str, Any]) -> None:
     """Adapters of random weights learn nothing.
 
@@ -212,7 +185,7 @@ def check_inputs_exist(cfg: TrainConfig) -> None:
 
 def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
-    masks = MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios))
+    masks = masks_of(cfg)
     source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     dataset, vae, text_encoder, image_encoder, model = build_data_and_models(cfg, world)
@@ -292,6 +265,17 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     log.close()
 
 
+def masks_of(cfg: TrainConfig) -> MaskRatios:
+    """What draws the conditioning frames of a batch.
+
+    Raises:
+        UserError: see `mask_ratios_of`.
+    """
+    buckets = () if cfg.bucket_config is None else Buckets(cfg.bucket_config)
+    lengths = {bucket.num_frames for bucket in buckets if bucket.batch_size} or {cfg.num_frames}
+    return MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios, lengths))
+
+
 def with_stored_size(cfg: TrainConfig, dataset: Any) -> TrainConfig:
     """The config with the size of the dataset's records, if it has any: manifest and validation go by it."""
     size = getattr(dataset, "video_size", None)
@@ -304,7 +288,8 @@ def with_stored_size(cfg: TrainConfig, dataset: Any) -> TrainConfig:
 
 def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any, Any]:
     """The dataset, the frozen VAE, text and image encoder, and the denoiser to train; what loads for minutes comes last."""
-    refuse_misnamed(cfg.model.get("from_pretrained"))
+    for name in ("from_pretrained", "from_pretrained_2"):
+        refuse_misnamed(cfg.model.get(name), f"model.{name}")
     device = world.device
     vae = freeze(build_module(cfg.vae, VAES), device)
     take_whole_patches(vae, cfg.model)
@@ -362,7 +347,7 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
     Raises:
         UserError: there would be nothing to train.
     """
-    MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios))  # refuses what is wrong with them
+    masks_of(cfg)  # refuses what is wrong with them
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     sampler = sampler_of(cfg, dataset, world)
     if world.is_main:

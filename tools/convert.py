@@ -144,10 +144,11 @@ def load(source: str, model: Mapping[str, Any]) -> Any:
 
 
 def shown_by_weights(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Arguments of a denoiser that shapes show, where the names are ours: most a run takes from its VAE and text encoder."""
+    """Arguments of a denoiser that shapes show, where the names are ours or, of Wan, diffusers': most a run takes from its VAE and
+    text encoder."""
     patches, output = state.get(PATCHES), state.get(OUTPUT[1])  # [D, C, (frames,) p, p], [frames * p * p * C_out]
     caption, table = state.get("y_embedder.y_proj.fc1.weight"), state.get(NULL_TEXT)  # [D, C_text], [L, C_text]
-    if wan := sizes(state):
+    if wan := sizes(state) or sizes({f"net.{name}": tensor for name, tensor in state.items()}):
         return {name: wan[name] for name in ("in_channels", "caption_channels")}
     shown: dict[str, Any] = {} if patches is None else {"in_channels": patches.shape[1]}
     if patches is not None and output is not None:

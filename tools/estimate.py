@@ -89,7 +89,8 @@ def build(cfg: TrainConfig) -> Built:
         model: Any = build_module(settings, MODELS, in_channels=vae.out_channels, **text_size)
     if not isinstance(model, Denoiser):
         raise UserError(
-            f"{cfg.model['type']}: the formula for memory is for denoisers with one stack of blocks of one width."
+            f"{cfg.model['type']}: the formula for memory is for models of `opensora.models.denoiser.Denoiser`, with one stack of "
+            "blocks of one width; `python -m tools.search_batch_size` measures any."
         )
     return Built(model, vae, text, text_len)
 

@@ -36,9 +36,11 @@ from opensora.datasets.cache.dataset import CachedVideoTextDataset
 from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.read_video import open_clip, probe, read_indices
 from opensora.inference.output import sample_file_name, save_image_grid
+from opensora.models.image_encoder import required_frames_of
 from opensora.models.vae.vae import VideoAutoencoderKL
-from opensora.registry import DATASETS, DENOISERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
+from opensora.registry import DATASETS, DENOISERS, IMAGE_ENCODERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.training.lora import check_lora
+from opensora.training.run import image_options
 from opensora.utils.errors import INTERRUPTED, UserError, exit_on_user_error
 from opensora.utils.folders import make_writable, read_json
 from tools.command import Parser
@@ -47,6 +49,7 @@ REGISTRIES = {
     "model": DENOISERS,
     "vae": VAES,
     "text_encoder": TEXT_ENCODERS,
+    "image_encoder": IMAGE_ENCODERS,
     "scheduler": SCHEDULERS,
     "dataset": DATASETS,
 }
@@ -104,6 +107,11 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> Plan:
     if cfg.dataset["type"] not in ("VideoTextDataset", "VariableVideoTextDataset"):
         raise UserError(
             f"{config} reads a {cfg.dataset['type']}, not clips; take a config of configs/finetune, or one like them."
+        )
+    if args.prompt is not None and required_frames_of(cfg.model) is not None:
+        raise UserError(
+            f"--prompt: {cfg.model['type']} makes videos from images, and samples here start as the clips do, with their captions. "
+            "Leave it out; afterwards scripts/inference.py takes --image and --prompt."
         )
     if cfg.lora is not None:
         check_lora()
@@ -200,7 +208,11 @@ def sample(cfg: TrainConfig, out: Path, prompts: Sequence[str] | None) -> None:
     ]
     if prompts is None:
         prompts = list(reversed(clips))[:SAMPLED]
-        pd.DataFrame({"text": prompts}).to_csv(out / "prompts.csv", index=False)
+        columns: dict[str, Any] = {"text": prompts}
+        if (ends := required_frames_of(cfg.model)) is not None:  # from the clip's first frame, or first and last
+            columns["reference_path"] = [clips[prompt] for prompt in prompts]
+            columns["mask_strategy"] = "0;0,0,-1,-1" if -1 in ends else "0"
+        pd.DataFrame(columns).to_csv(out / "prompts.csv", index=False)
         command("scripts.inference", *common, f"--prompt-path={out / 'prompts.csv'}")
     else:
         command("scripts.inference", *common, "--prompt", *prompts)
@@ -215,7 +227,8 @@ def sample(cfg: TrainConfig, out: Path, prompts: Sequence[str] | None) -> None:
         for prompt, file in zip(prompts, made, strict=True)
     }
     drawn = save_image_grid(folder.with_suffix(".png"), strips, COLUMNS)
-    again = shlex.join(typed("scripts.inference", [*common[:2], "--prompt-as-path=True", "--prompt", "..."]))
+    own = ["--prompt-as-path=True", *image_options(cfg.model), "--prompt", "..."]
+    again = shlex.join(typed("scripts.inference", [*common[:2], *own]))
     print(f"""
 table        {out / "clips.csv"}, {len(rows)} of its {len(dataset.table)} rows trained on
 as seen      {out / "clips.png"}

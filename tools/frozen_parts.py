@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from opensora.checkpoint.pretrained import resolve_pretrained
+from opensora.models.loading import RELEASED
 from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.opensora_v1_2 import (
     CONFIG,
@@ -34,10 +35,17 @@ SD_VAE = {
     "latent_channels": 4,
     "norm_num_groups": 32,
 }
+WAN = [name for kind, names in RELEASED.items() if kind.startswith("Wan") for name in names]
 KNOWN_VAES: dict[str, dict[str, Any]] = {  # those that configs here name, and their kin
     **dict.fromkeys(("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse", "stabilityai/sdxl-vae"), SD_VAE),
     IMAGE_VAE: IMAGE_ARCHITECTURE,
-}
+    **{name: {"_class_name": "AutoencoderKLWan"} for name in WAN},
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
+        "_class_name": "AutoencoderKLWan", "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True,
+        "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
+        "temperal_downsample": [False, True, True], "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+    },
+}  # fmt: skip
 T5_SIZES = ("d_model", "d_ff", "num_layers", "num_heads")
 V1_1 = {"small": (512, 1024, 8, 6), "base": (768, 2048, 12, 12), "large": (1024, 2816, 24, 16), "xl": (2048, 5120, 24, 32),
         "xxl": (4096, 10240, 24, 64)}  # fmt: skip
@@ -48,6 +56,7 @@ KNOWN_T5S: dict[str, dict[str, Any]] = {
     for family, vocabulary in {"t5-v1_1": 32128, "flan-t5": 32128, "mt5": 250112, "umt5": 256384}.items()
     for size, sizes in V1_1.items()
 }  # fmt: skip
+KNOWN_T5S |= dict.fromkeys(WAN, KNOWN_T5S["google/umt5-xxl"])
 T5_XXL = KNOWN_T5S["DeepFloyd/t5-v1_1-xxl"] = KNOWN_T5S["google/t5-v1_1-xxl"]
 CLIP_LARGE = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768}
 KNOWN_CLIPS: dict[str, dict[str, Any]] = {  # of the text encoder, what differs from transformers' own configuration
@@ -121,7 +130,7 @@ def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None,
         encoder = component.get("encoder")
         return (None, *build_text(encoder)[1:]) if encoder else (None, None, TEXT_LENGTH)
     length = component.get("model_max_length", TEXT_LENGTH)
-    found = config_of(name, None, component.get("cache_dir"))
+    found = config_of(name, component.get("subfolder"), component.get("cache_dir"))
     if kind == "t5":
         if found is None:
             found = KNOWN_T5S.get(name or "", T5_XXL)  # `assumptions` reports one that is not known
@@ -153,7 +162,12 @@ def assumptions(component: dict[str, Any], flag: str = "--text_encoder") -> list
     if kind == "cached":
         return assumptions(component["encoder"], f"{flag}.encoder") if component.get("encoder") else []
     known = {"t5": KNOWN_T5S, "clip": KNOWN_CLIPS, "hf": {}}.get(kind)
-    if known is None or name is None or name in known or config_of(name, None, component.get("cache_dir")):
+    if (
+        known is None
+        or name is None
+        or name in known
+        or config_of(name, component.get("subfolder"), component.get("cache_dir"))
+    ):
         return []
     assumed = {
         "t5": f"assumed those of T5 v1.1 XXL (4762 million parameters, width {T5_XXL['d_model']})",

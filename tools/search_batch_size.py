@@ -40,7 +40,8 @@ from opensora.config.yacs import deepspeed_overrides
 from opensora.datasets.buckets.bucket import Buckets, parse_num_frames
 from opensora.models.loading import store_frozen
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.training.batch_encoder import BatchEncoder, freeze
+from opensora.schedulers.mask_ratios import MaskRatios
+from opensora.training.batch_encoder import BatchEncoder, freeze, mask_ratios_of
 from opensora.training.loop import build_ema, build_optimizer, engine_settings
 from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -119,9 +120,13 @@ class Trainer:
             offload_activations(model)
         self.model = model.train()
         self.encode: BatchEncoder | None = None
+        masks = MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios, {clip.num_frames for clip in clips_of(cfg)}))
         if encoders:
-            vae, text = (freeze(build_module(part, MODELS), self.device) for part in (cfg.vae, cfg.text_encoder))
-            self.encode = BatchEncoder(vae, text, model, self.device)
+            parts = (cfg.vae, cfg.text_encoder, *([] if cfg.image_encoder is None else [cfg.image_encoder]))
+            vae, text, *images = (freeze(build_module(part, MODELS), self.device) for part in parts)
+            self.encode = BatchEncoder(
+                vae, text, model, self.device, image_encoder=next(iter(images), None), masks=masks
+            )
         self.scheduler = build_module(cfg.scheduler, SCHEDULERS)
         self.optimizer = build_optimizer(cfg, self.model)
         self.engine = build_engine(cfg.plugin, self.model, self.optimizer, world, **engine_settings(cfg))
@@ -178,6 +183,12 @@ class Trainer:
             return self.encode({"video": video, "text": texts, **cond}, rngs)
         z = torch.randn(batch, self.model.in_channels, *latent_size(self.vae, size), device=self.device)
         y = self.model.null_condition(batch).detach()
+        if channels := getattr(
+            self.model, "condition_channels", 0
+        ):  # conditioning frames, and the features of their images
+            cond["condition"] = z.new_zeros(batch, channels, *z.shape[2:])
+            if self.model.image_dim is not None:
+                cond["image_features"] = z.new_zeros(batch, self.model.image_tokens, self.model.image_dim)
         return z, {"y": y, "mask": torch.ones(batch, y.shape[2], dtype=torch.bool, device=self.device), **cond}
 
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from opensora.checkpoint.load import MANIFEST, Checkpoint, open_checkpoint
+from opensora.checkpoint.load import MANIFEST, Checkpoint, latest_checkpoint, open_checkpoint
 from opensora.checkpoint.weight_files import kind_of, read_file, refuse_existing
 from opensora.config.schema import LoraOptions, is_number
 from opensora.registry import did_you_mean
@@ -223,9 +223,10 @@ def read_adapters(
 
 
 def lora_files(lora: str | Sequence[str] | Mapping[str, str | Sequence[str]]) -> list[tuple[str | None, str]]:
-    """Expert, or None, and path of each LoRA that `InferenceConfig.lora` names."""
+    """Expert, or None, and path of each LoRA that `InferenceConfig.lora` names; of a run's folder that of its newest checkpoint."""
     named = lora.items() if isinstance(lora, Mapping) else [(None, lora)]
-    return [(expert, path) for expert, paths in named for path in ([paths] if isinstance(paths, str) else paths)]
+    files = [(expert, path) for expert, paths in named for path in ([paths] if isinstance(paths, str) else paths)]
+    return [(expert, str(latest_checkpoint(Path(path).expanduser()) or path)) for expert, path in files]
 
 
 def write_adapter(adapter: Adapter, folder: Path, *, base: str | None = None) -> Path:

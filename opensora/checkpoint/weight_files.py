@@ -272,8 +272,8 @@ def foreign_checkpoint(folder: Path) -> str:
     return ""
 
 
-def refuse_misnamed(name: str | Path | None) -> None:
-    """Check, without reading or fetching anything, that a config's `model.from_pretrained` can be weights; None is fine.
+def refuse_misnamed(name: str | Path | None, field: str = "model.from_pretrained") -> None:
+    """Check, without reading or fetching anything, that a config's `field` can be weights; None is fine.
 
     Raises:
         UserError: there is neither a file nor a folder, and it is no hub id.
@@ -282,7 +282,7 @@ def refuse_misnamed(name: str | Path | None) -> None:
         if name is not None and not _downloaded(name).exists():
             _hub_id(name)
     except UserError as error:
-        raise UserError(f"model.from_pretrained (--ckpt-path): {error}") from None
+        raise UserError(f"{field}{' (--ckpt-path)' * (field == 'model.from_pretrained')}: {error}") from None
 
 
 def _downloaded(name: str | Path) -> Path:

@@ -401,7 +401,7 @@ class InferenceConfig(RunConfig):
     sample_name: str | None = option("start of the names of the result files", None)
     prompt_as_path: bool = option("name a result file after its prompt", False)
     lora: str | list[str] | dict[str, str | list[str]] | None = option(
-        "adapters to merge into the model: files, folders of peft, checkpoints with lora; of two experts dict(high=..., low=...)",
+        "adapters to merge into the model: files, folders of peft, runs or checkpoints with lora; of two experts dict(high=..., low=...)",
         None,
     )
     lora_scale: float | list[float] = option("their strength, one or one for each; 0 is the model alone", 1.0)

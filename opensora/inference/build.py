@@ -11,9 +11,10 @@ from opensora.checkpoint.lora import merge_adapter, read_adapters
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, read_file, to_dict
 from opensora.inference.sizes import overlap, take_whole_patches
-from opensora.models.image_encoder import check_image_encoder
+from opensora.models.image_encoder import argument, check_image_encoder
 from opensora.models.loading import store_frozen
 from opensora.registry import DENOISERS, IMAGE_ENCODERS, SAMPLERS, TEXT_ENCODERS, VAES, build_module
+from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts
 
 COMPONENTS = {
@@ -45,8 +46,11 @@ def build_components(cfg: InferenceConfig, device: torch.device | None = None) -
         PartError: one cannot be built.
         UserError: weights cannot be read, or the size is none that the VAE can make.
     """
-    refuse_misnamed(cfg.model.get("from_pretrained"))
+    for name in ("from_pretrained", "from_pretrained_2"):
+        refuse_misnamed(cfg.model.get(name), f"model.{name}")
     check_image_encoder(cfg.model, cfg.image_encoder)
+    if isinstance(cfg.lora, Mapping) and argument(cfg.model, "boundary") is None:
+        raise UserError(f"lora.{min(cfg.lora)}: {cfg.model['type']} has no two experts: name the file with --lora.")
     adapters = [] if cfg.lora is None else read_adapters(cfg.lora, cfg.lora_scale)
     scheduler = build_module(cfg.scheduler, SAMPLERS)  # quickly found mistakes come before minutes of loading
     vae = build_module(cfg.vae, VAES)

@@ -130,15 +130,16 @@ def check_files_exist(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None
         raise UserError("\n".join(first_few(missing)))
 
 
-def check_has_images(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
-    """Raise a `UserError` where a model that makes videos from images is given a prompt without any."""
+def check_has_images(
+    cfg: InferenceConfig,
+    items: Sequence[PromptItem],
+    remedy: str = "set --image (and --last-image), or reference_path and mask_strategy",
+) -> None:
+    """Raise a `UserError` with the `remedy` where a model that makes videos from images is given a prompt without any."""
     if required_frames_of(cfg.model) is None:
         return
     if lacking := [item.index for item in items if not sources_of(cfg, item)]:
-        raise UserError(
-            f"prompt {lacking[0]}: {cfg.model['type']} makes videos from images: set --image (and --last-image), or "
-            "reference_path and mask_strategy."
-        )
+        raise UserError(f"prompt {lacking[0]}: {cfg.model['type']} makes videos from images: {remedy}.")
 
 
 def sources_of(cfg: InferenceConfig, item: PromptItem) -> list[str]:

@@ -120,7 +120,7 @@ class DiffusersDenoiser(nn.Module):
         x = rearrange(x, "B (T H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)", **sizes)
         return x[:, :, : latent_size[0], : latent_size[1], : latent_size[2]].float()
 
-    def shard(self, x: Tensor) -> Tensor:
+    def own_tokens(self, x: Tensor) -> Tensor:
         """`[B, N, ...]` -> this process' share of the N tokens, where `sp_ranks` shares them; else all of them."""
         return x if self.sp_ranks is None else self.sp_ranks.split(x.unsqueeze(1)).squeeze(1)
 

@@ -4,7 +4,7 @@ Videos come as pixels or as the VAE's stored moments, captions as words or as st
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -128,16 +128,26 @@ def pixel_frames(given: Tensor, stride: int) -> Tensor:
     return torch.cat([given[:, :1], torch.cat([between, given[:, 1:, None]], dim=2).flatten(1)], dim=1)
 
 
-def mask_ratios_of(model: Mapping[str, Any], ratios: Mapping[str, float] | None) -> Mapping[str, float] | None:
+def mask_ratios_of(
+    model: Mapping[str, Any], ratios: Mapping[str, float] | None, lengths: Collection[int] = ()
+) -> Mapping[str, float] | None:
     """The `mask_ratios` with which a config's denoiser is trained: by default those of a denoiser that takes frames as channels.
 
+    Args:
+        lengths: frames of the clips.
+
     Raises:
-        UserError: some of them do not give the frames that the denoiser needs.
+        UserError: some of them do not give the frames that the denoiser needs, or single images are to be trained on.
     """
     required = required_frames_of(model)
     if required is None:
         return ratios
     ends = ["head", "tail"][: len(required)]
+    if ends and 1 in lengths:
+        raise UserError(
+            f"{model['type']} makes videos from images, and cannot train on single images, of which no frame would be left to "
+            "make: take the buckets of 1 frame out of bucket_config, or set num_frames to more than 1."
+        )
     if not ratios:
         ratios = {"image_head_tail" if "tail" in ends else "image_head": 1.0}
         logger.info("%s is conditioned on frames of the clip: mask_ratios=%s.", model["type"], ratios)

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -19,7 +20,9 @@ from torch import nn
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
+from opensora.models.image_encoder import required_frames_of
 from opensora.models.loading import released_weights
+from opensora.registry import DENOISERS, SCHEDULERS, build_module
 from opensora.utils.environment import command_line, environment, git_changes
 from opensora.utils.errors import UserError
 from opensora.utils.folders import make_writable
@@ -300,12 +303,46 @@ def what_to_do_next(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
     if not isinstance(cfg, TrainConfig):
         return ""
     program = ["opensora", "sample"] if sys.argv[0].startswith("opensora ") else ["python", "scripts/inference.py"]
-    words = [*program, str(checkpoint), "--prompt", "..."]
+    words = [*program, str(checkpoint), *image_options(cfg.model), "--prompt", "..."]
     if cfg.bucket_config is not None and None in (cfg.val_num_frames, cfg.val_image_size):
         words += ["--num-frames", "N", "--image-size", "H", "W"]
     if cfg.imports:
         words += ["--imports", *cfg.imports]
     return f"\nto sample: {shlex.join(words)}"
+
+
+def with_expert_interval(cfg: TrainConfig) -> TrainConfig:
+    """`scheduler.interval` filled in, where one of a model's two experts is trained (`boundary`, `expert`): its own noise levels.
+
+    Raises:
+        UserError: no expert is chosen, or the interval that is set goes beyond the expert's.
+    """
+    known = signature(DENOISERS.get(cfg.model["type"])).parameters
+    defaults = {name: known[name].default for name in ("boundary", "expert") if name in known}
+    model = defaults | cfg.model
+    if model.get("boundary") is None:
+        return cfg
+    if model["expert"] not in ("high", "low"):
+        raise UserError(
+            f"model.expert={model['expert']!r}: the experts of {model['type']} are trained one at a time, in a run each: set "
+            "--model.expert high, or low."
+        )
+    own = (model["boundary"], 1.0) if model["expert"] == "high" else (0.0, model["boundary"])
+    scheduler = {"interval": own, **cfg.scheduler}
+    low, high = build_module(scheduler, SCHEDULERS).interval
+    if not own[0] <= low < high <= own[1]:
+        raise UserError(
+            f"scheduler.interval={low, high}: the expert {model['expert']!r} of {model['type']} works at noise levels {own}; leave "
+            "the interval out, or set a part of it."
+        )
+    logger.info("the %s-noise expert is trained at noise levels from %g to %g.", model["expert"], low, high)
+    return replace(cfg, scheduler=scheduler)
+
+
+def image_options(model: Mapping[str, Any]) -> list[str]:
+    """The options of scripts/inference.py that give a config's denoiser the frames that it needs."""
+    ends = required_frames_of(model)
+    return [] if ends is None else ["--image", "...", *(["--last-image", "..."] if -1 in ends else [])]
 
 
 def warn_of_random_weights(model: Mapping[str, Any]) -> str:

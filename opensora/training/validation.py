@@ -190,7 +190,7 @@ def validation_items(cfg: TrainConfig) -> tuple[InferenceConfig, list[PromptItem
     settings = InferenceConfig(**{name: getattr(cfg, name) for name in names}, **prompts, fps=cfg.val_fps or FULL_FPS)
     items = load_items(settings)
     check_files_exist(settings, items)
-    check_has_images(settings, items)
+    check_has_images(settings, items, "val_prompt_path takes a table with the columns reference_path and mask_strategy")
     return settings, items
 
 
@@ -232,9 +232,10 @@ class HeldOutLoss:
         self.keys, self.batches = held_out_batches(dataset, cfg.val_num_samples, cfg.batch_size)
         num = cfg.val_num_timesteps
         self.timesteps: list[int | None] = [None] * num
-        if hasattr(scheduler, "timestep_sampling"):  # the middle of each of `num` equal parts
+        if hasattr(scheduler, "timestep_sampling"):  # the middle of each of `num` equal parts of what is trained
             last = scheduler.timestep_sampling.num_timesteps
-            self.timesteps = [int((k + 0.5) * last / num) for k in range(num)]
+            low, high = getattr(scheduler, "interval", (0, 1))
+            self.timesteps = [int(low * last + (high - low) * (k + 0.5) * last / num) for k in range(num)]
         self._encoded: list[Encoded] | None = None
 
     def __call__(self, model: nn.Module) -> dict[str, float]:

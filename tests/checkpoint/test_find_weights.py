@@ -210,6 +210,8 @@ class TestMisspeltPaths:
             find_weights(name)
         with pytest.raises(UserError, match=f"no weights at {name}: expected"):
             refuse_misnamed(name)
+        with pytest.raises(UserError, match=f"^model.from_pretrained_2: no weights at {name}"):
+            refuse_misnamed(name, "model.from_pretrained_2")
 
     def test_what_may_be_weights_is_not_looked_into(self, tmp_path):
         for name in (None, tmp_path, "owner/name-that-nobody-has", "owner/name/file.safetensors"):

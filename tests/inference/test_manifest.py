@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora.checkpoint.load import save_checkpoint
 from opensora.config.load import InferenceConfig, config_from_dict
 from opensora.inference.jobs import jobs, records
 from opensora.inference.manifest import (
@@ -177,6 +178,15 @@ def test_weights_that_have_changed_are_reported(tmp_path, folder, name):
     ) as reported:
         already_made(path, record())
     assert reported.value.args[0].count(", now ") == 1
+
+
+def test_each_of_several_loras_is_known(tmp_path):
+    """Of a run its newest checkpoint, which is another later on."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "run" / f"step{step}", {"model": {}}, state={}, manifest={"step": step})
+        weights = inputs_of({"lora": {"high": str(tmp_path / "run"), "low": ["owner/name"]}}, [])["weights"]
+        assert weights["lora.0"]["path"] == str(tmp_path / "run" / f"step{step}")
+        assert weights["lora.1"] == {"path": "owner/name", "changed": None, "step": None, "git_commit": None}
 
 
 def test_an_older_sidecar_that_does_not_know_its_inputs_counts_as_made_from_the_same(tmp_path, caplog):

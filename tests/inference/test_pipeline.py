@@ -58,6 +58,11 @@ def test_a_missing_adapter_is_named_before_anything_is_loaded(cfg, tmp_path):
     broken = replace(cfg, lora=str(tmp_path / "nowhere"), vae={**cfg.vae, "from_pretrained": str(tmp_path / "broken")})
     with pytest.raises(UserError, match="nowhere: there is no such folder"):
         VideoPipeline.from_config(broken)
+    with pytest.raises(UserError, match=r"lora.high: STDiT has no two experts: name the file with --lora"):
+        VideoPipeline.from_config(replace(broken, lora={"high": str(tmp_path / "nowhere")}))
+    second = {**cfg.model, "from_pretrained_2": "./nowhere/2"}
+    with pytest.raises(UserError, match=r"model\.from_pretrained_2: no weights at ./nowhere/2"):
+        VideoPipeline.from_config(replace(broken, lora=None, model=second))
 
 
 def test_each_part_of_sampling_says_what_it_does(cfg, weights, monkeypatch, capsys, caplog):

@@ -44,9 +44,35 @@ val_every, val_data_path, val_num_samples, val_num_timesteps = 2, {str(clips_csv
     whole = train("whole", f"--val-prompt-path={prompts}")
     assert (whole / "validation/step2/sample_0000.mp4").stat().st_size > 0
     assert "of the validation failed" not in (whole / "log.txt").read_text()
+    assert '"val/loss_t450"' in (whole / "metrics.jsonl").read_text()  # of the expert's own times, 0 to 0.9
+    assert "--image ... --prompt ..." in (whole / "log.txt").read_text()
     half = train("half", "--max-steps=1")
     rest = train("rest", f"--load={complete_checkpoints(half)[-1]}")
     assert_same_run(whole, rest)
     with pytest.raises(SystemExit):
         train("without", "--val-prompts", "a dog")
-    assert "prompt 0: Wan2.2-I2V-A14B makes videos from images: set --image" in capsys.readouterr().err
+    assert (
+        "prompt 0: Wan2.2-I2V-A14B makes videos from images: val_prompt_path takes a table" in capsys.readouterr().err
+    )
+    clip = (
+        "--model.expert=both",
+        "--model.image_dim=20",
+        "--image-encoder={'type': 'clip-vision', 'from_pretrained': '-'}",
+    )
+    images = (
+        "--bucket-config={'32x48': {9: (1.0, 1), 1: (1.0, 1)}}",
+        "--dataset.type=VariableVideoTextDataset",
+        "--model.boundary=None",
+    )
+    for dry in ("--dry-run=True", "--dry-run=False"):
+        with pytest.raises(SystemExit):
+            train(
+                "images",
+                *clip,
+                *images,
+                "--scheduler.interval=(0.0, 1.0)",
+                "--val-every=0",
+                "--val-data-path=None",
+                dry,
+            )
+        assert "cannot train on single images" in capsys.readouterr().err

@@ -90,6 +90,9 @@ def test_a_lora_of_wan_from_training_to_diffusers(train, tmp_path):
     before = trained(x, t, y)
     assert merge_adapter(trained, read_adapter(checkpoint)) == 16
     assert not torch.allclose(trained(x, t, y), before, atol=1e-3)
+    merge(checkpoint, tmp_path / "merged.safetensors", dtype="fp32")
+    merged = MODELS.build({**component, "from_pretrained": str(tmp_path / "merged.safetensors")}).eval()
+    assert all(torch.equal(tensor, merged.state_dict()[name]) for name, tensor in trained.state_dict().items())
     out = export(checkpoint, tmp_path / "comfyui.safetensors", form="comfyui")
     parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": None}
     pipe = WanPipeline(**parts, transformer=net)

@@ -9,6 +9,7 @@ import torch
 
 from opensora.checkpoint.load import complete_checkpoints
 from opensora.inference.pipeline import VideoPipeline
+from opensora.models.wan.convert import FOLDERS
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.scripts.processes import finish, last_step, processes, wait_for
@@ -183,3 +184,15 @@ def test_two_processes_train_as_one(train, together, base):
     for run, alone in zip(found[len(TOGETHER) :], (lora, bf16), strict=True):
         torch.testing.assert_close(losses(run), losses(alone), atol=1e-3, rtol=2e-3)
     assert json.loads((found[0] / "config.json").read_text())["sp_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_experts_lora_samples_with_both(train, toy_config, tmp_path):
+    for part in FOLDERS.values():
+        shutil.copytree(toy_config.parent / "transformer", tmp_path / "pipeline" / part)
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    run = train(*LORA, *KINDS["low"][:2], f"--ckpt-path={tmp_path / 'pipeline'}", "--ckpt-every=2")
+    pipeline = VideoPipeline.from_pretrained(complete_checkpoints(run)[-1], "cpu", num_frames=5)
+    high, low = (net.blocks[0].attn1.to_q.weight for net in (pipeline.model.net, pipeline.model.net_2))
+    assert not torch.equal(high, low)  # which began as the same
+    assert pipeline(["a white dog"]).isfinite().all()

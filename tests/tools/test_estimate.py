@@ -411,3 +411,17 @@ def test_a_table_whose_rows_fit_no_bucket_is_told(tmp_path):
     cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, argv)
     with pytest.raises(UserError, match=r"no row of .*short\.csv fits a bucket"):
         estimate(cfg, ONE_NODE, levels=["none"], table=tmp_path / "short.csv")
+
+
+def test_the_parts_of_wans_pipelines_are_known_or_read_from_their_folders(tmp_path):
+    name = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+    text = {"type": "t5", "from_pretrained": name, "subfolder": "text_encoder"}
+    with torch.device("meta"):
+        vae = frozen_parts.build_vae({"type": "DiffusersVideoVAE", "from_pretrained": name, "subfolder": "vae"})
+        encoder, width, _ = frozen_parts.build_text(text)
+    assert (vae.out_channels, vae.strides, vae.latent_frames(121)) == (48, (4, 16, 16), 31)
+    assert (width, encoder.shared.num_embeddings, frozen_parts.assumptions(text)) == (4096, 256384, [])
+    (tmp_path / "text_encoder").mkdir()
+    small = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    (tmp_path / "text_encoder" / "config.json").write_text(json.dumps(small))
+    assert frozen_parts.build_text({**text, "from_pretrained": str(tmp_path)})[1] == 16

@@ -254,3 +254,22 @@ def test_a_command_that_fails_ends_it_and_ctrl_c_is_left_to_the_command(tmp_path
     finetune.command("waits")
     assert (tmp_path / "done").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_model_that_makes_videos_from_images_samples_from_those_of_the_clips(
+    clips, config, tmp_path, monkeypatch, capsys
+):
+    done: list[list[str]] = []
+    table = tmp_path / "clips.csv"
+    pd.DataFrame({"path": [clips / "odd.mp4"], "text": ["the odd"]}).to_csv(table, index=False)
+    monkeypatch.setattr(finetune, "command", lambda *words: done.append([*words]))
+    monkeypatch.setattr(finetune, "complete_checkpoints", lambda run: [run / "epoch0-global_step2"])
+    wan = "--model.type=Wan2.1-FLF2V-14B"
+    argv = [str(config), wan, f"--data-path={table}", "--frame-interval=1"]
+    cfg = parse_config(TrainConfig, finetune.REGISTRIES, argv)
+    with pytest.raises(StopIteration):  # this command made nothing
+        finetune.sample(cfg, tmp_path, None)
+    (row,) = pd.read_csv(tmp_path / "prompts.csv").to_dict("records")
+    assert row == {"text": "the odd", "reference_path": str(clips / "odd.mp4"), "mask_strategy": "0;0,0,-1,-1"}
+    words = (clips, "--model", config, "--out", tmp_path / "o", "--prompt", "a cup", wan)
+    assert "makes videos from images" in refused(monkeypatch, capsys, *words)

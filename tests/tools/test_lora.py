@@ -53,6 +53,12 @@ def test_merge_adds_the_scaled_product(checkpoint, base, factors, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
+def test_a_model_that_other_programs_do_not_know_is_exported_as_peft(checkpoint, tmp_path):
+    with pytest.raises(UserError, match="STDiT-XXS/2: comfyui knows no such model; export its LoRA as peft"):
+        export(checkpoint, tmp_path / "out.safetensors", form="comfyui")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_export_takes_the_part_it_is_told(checkpoint, factors, tmp_path):
     export(checkpoint, tmp_path / "model", part="model")
     adapter = read_adapter(tmp_path / "model")

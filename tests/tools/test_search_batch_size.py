@@ -281,3 +281,22 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("--memory-gib", "64", "--max-batch", "1")
     assert "there already" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_conditioning_frames_and_the_features_of_their_images_are_made_up():
+    path = Path("configs/wan/train/i2v-14b-lora.py").resolve()
+    sizes = ("--model.hidden_size=24", "--model.depth=1", "--model.num_heads=2", "--model.ffn_dim=32")
+    argv = [
+        str(path),
+        "--data-path=x",
+        "--device=cpu",
+        "--compile=False",
+        "--lora=None",
+        "--frozen-weights=fp32",
+        *sizes,
+    ]
+    trainer = Trainer(parse_config(TrainConfig, PARTS, argv), CPU, NO_LIMITS, encoders=False)
+    assert trainer(Clip("", 5, 32, 32, 1), 1).fits
+    _, cond = trainer._batch(Clip("", 5, 32, 48, 1), 2, [])
+    assert (cond["condition"].shape, cond["image_features"].shape) == ((2, 20, 2, 4, 6), (2, 257, 1280))

@@ -24,6 +24,7 @@ from opensora.inference.sizes import legal_dataset
 from opensora.registry import DATASETS, DENOISERS, MODELS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
 from opensora.training.batch_encoder import BatchEncoder, freeze, mask_ratios_of
+from opensora.training.run import with_expert_interval
 from opensora.training.validation import HeldOutLoss, Key
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import progress_bar, show_messages
@@ -76,6 +77,7 @@ class Command(NamedTuple):
 
 def measure(cfg: TrainConfig, world: World, adapter: Adapter | None = None) -> tuple[HeldOutLoss, Tensor]:
     """Build what the config names, with an adapter, and measure: the loss object, and the losses [N, K]."""
+    cfg = with_expert_interval(cfg)
     vae = freeze(build_module(cfg.vae, MODELS), world.device)
     text_encoder = freeze(build_module(cfg.text_encoder, MODELS), world.device)
     model = build_module(

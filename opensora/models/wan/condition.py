@@ -37,8 +37,8 @@ class ImageConditions:
         if given.shape[1] < len(needed) or not given[:, list(needed)].all():
             raise UserError(
                 f"this model makes videos from {'a first and a last image' if -1 in needed else 'a first image'}, and "
-                "a video lacks it. In sampling set --image (and --last-image); a training takes it from clips of several "
-                "frames, by mask_ratios."
+                "a video lacks it, or a segment of --loop. In sampling set --image (and --last-image); a training takes it from "
+                "clips of several frames, by mask_ratios."
             )
 
     @torch.no_grad()

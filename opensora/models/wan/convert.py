@@ -11,7 +11,7 @@ from torch import Tensor
 from opensora.checkpoint.load import read_weights
 from opensora.checkpoint.save import MANIFEST
 from opensora.checkpoint.weight_files import find_weights
-from opensora.models.loading import Conversion, stated_component
+from opensora.models.loading import RELEASED, Conversion, stated_component
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
@@ -69,6 +69,16 @@ def load_wan(model: Any, source: str | None, source_2: str | None = None, **opti
     if source_2 is not None and (source is None or model.net_2 is None):
         raise UserError(
             "model.from_pretrained_2 is the low-noise one of two experts: it goes with from_pretrained and expert='both'."
+        )
+    two = (name for kind, names in RELEASED.items() if kind.endswith("-A14B") for name in names)
+    if (
+        source is not None
+        and model.boundary is None
+        and (source in two or (Path(source).expanduser() / FOLDERS["low"]).is_dir())
+    ):
+        raise UserError(
+            f"{source} has two experts, and this model is one network: set model.type to one of Wan 2.2's A14B, or name the folder of "
+            "one of them, transformer or transformer_2."
         )
     second = None
     if source is not None and model.boundary is not None:

@@ -160,10 +160,10 @@ class Wan(ImageConditions, DiffusersDenoiser):
         t_mod = t_mod.unflatten(-1, (6, -1))
         if x_mask is not None:  # of each token
             temb, t_mod = (part.repeat_interleave(H * W, dim=1) for part in (temb, t_mod))  # [B, N, D], [B, N, 6, D]
-            temb, t_mod = self.shard(temb), self.shard(t_mod)
+            temb, t_mod = self.own_tokens(temb), self.own_tokens(t_mod)
         else:
             temb = temb.unsqueeze(1)
-        x, positions = self.shard(x), (*map(self.shard, rotary), T * H * W)
+        x, positions = self.own_tokens(x), (*map(self.own_tokens, rotary), T * H * W)
         for block in net.blocks:
             x = block(x, text.to(x.dtype), t_mod, positions)
         shift, scale = (net.scale_shift_table.unsqueeze(1) + temb.unsqueeze(2)).unbind(2)  # [B, 1 or N, D] each

@@ -200,7 +200,7 @@ def test_clips_are_given_in_their_places(parts):
         ("i2v-a14b", first_and_last(None), 1, "makes videos from images"),
         ("i2v", first_and_last(None, clip(0, 1)), 1, "from a first image, and a video lacks it"),
         ("flf2v", first_and_last(clip(0, 1)), 1, "from a first and a last image, and a video lacks it"),
-        ("flf2v", first_and_last(clip(0, 1), clip(1, 1), loop=2), 2, "from a first and a last image"),
+        ("flf2v", first_and_last(clip(0, 1), clip(1, 1), loop=2), 2, "a video lacks it, or a segment of --loop"),
     ],
 )
 def test_missing_images_are_told_before_anything_is_sampled(parts, variant, start, loop, message):
@@ -240,6 +240,9 @@ def test_masks_that_do_not_give_what_a_model_needs_are_told():
         mask_ratios_of(flf2v, mixed)
     with pytest.raises(UserError, match="'imag_head' is unknown"):
         mask_ratios_of(i2v, {"imag_head": 1})
+    with pytest.raises(UserError, match="I2V-14B makes videos from images, and cannot train on single images"):
+        mask_ratios_of(i2v, None, {17, 1})
+    assert mask_ratios_of({"type": "Wan2.2-TI2V-5B"}, mixed, {17, 1}) == mask_ratios_of(i2v, mixed, {17, 5}) == mixed
 
 
 def test_stored_latents_are_not_enough(parts):

@@ -213,6 +213,9 @@ class TestTwoExperts:
             loaded(self.variant, folder, expert="low")
         with pytest.raises(UserError, match=r"from_pretrained_2 .*goes with from_pretrained and expert='both'"):
             loaded(self.variant, tmp_path, expert="high", from_pretrained_2=str(folder))
+        for source in (tmp_path, "Wan-AI/Wan2.2-T2V-A14B-Diffusers"):
+            with pytest.raises(UserError, match=r"has two experts, and this model is one network: set model\.type"):
+                loaded(self.variant, source, boundary=None)
 
     def test_a_sidecar_names_both_sources(self, tmp_path):
         config = {

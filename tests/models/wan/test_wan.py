@@ -15,6 +15,7 @@ from diffusers import (
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from opensora.registry import SCHEDULERS, TEXT_ENCODERS
+from opensora.training.batch_encoder import freeze
 from tests.models.wan.toys import VARIANTS, build, inputs
 
 ROOT = Path(__file__).parents[3]
@@ -161,3 +162,10 @@ def test_text_is_that_of_diffusers_pipeline(tmp_path):
     before = ours.fingerprint()
     tokens.write_text(tokens.read_text() + " ")
     assert ours.fingerprint() != before
+
+
+def test_it_can_be_frozen_as_an_encoder_is():
+    """As in tools.eval.held_out_loss: what shards encoders by their `shard` leaves it alone."""
+    model = build("t2v")
+    assert freeze(model, torch.device("cpu")) is model
+    assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -221,6 +221,7 @@ def test_two_experts(tmp_path, caplog):
         }
 
     assert {name.split(".")[0] for name in changed(str(folder))} == {"net_2"}
+    assert changed({"low": str(folder.parent)}).keys() == changed(str(folder)).keys()  # the newest checkpoint of a run
     assert changed(str(folder)).keys() == changed(str(out)).keys() == changed({"low": str(silent)}).keys()
     with pytest.raises(UserError, match=r"two experts, and the file does not say which.*--lora.high FILE"):
         changed(str(silent))
