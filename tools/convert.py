@@ -38,8 +38,7 @@ from opensora.config.command_line import parse_literal
 from opensora.config.upgrade import upgrade
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.loading import NULL_TEXT, OUTPUT, PATCHES, null_text_known, stated_component
-from opensora.models.wan.convert import FOLDERS, original_name, sizes
-from opensora.models.wan.wan import Wan
+from opensora.models.wan.convert import FOLDERS, sizes
 from opensora.registry import DENOISERS, MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.environment import git_commit
@@ -94,12 +93,13 @@ def convert(
 
 
 def original_state(model: Any) -> dict[str, Tensor]:
-    """The weights of a `Wan` in its authors' names, which are ComfyUI's.
+    """The weights of a model over diffusers' network in its authors' names, which are ComfyUI's.
 
     Raises:
         UserError: it is another model, or one of two networks.
     """
-    if not isinstance(model, Wan):
+    original_name = getattr(model, "original_name", None)
+    if original_name is None:
         raise UserError(f"--to comfyui is for Wan; ComfyUI has no {type(model).__name__} that these weights fit.")
     if model.net_2 is not None:
         raise UserError(

@@ -143,8 +143,8 @@ def checkpoint_adapter(checkpoint: Checkpoint, part: str) -> Adapter:
         raise UserError(
             f"{checkpoint.path} is a checkpoint of a run without lora: load it with --ckpt-path, or export it with tools.export_weights."
         )
-    options = {"r": (one := LoraOptions.of(config["lora"])).rank, "lora_alpha": one.alpha}
-    return adapter_of(checkpoint.tensors(part), checkpoint.path, options, (config.get("model") or {}).get("expert"))
+    lora, expert = LoraOptions.of(config["lora"]), (config.get("model") or {}).get("expert")
+    return adapter_of(checkpoint.tensors(part), checkpoint.path, {"r": lora.rank, "lora_alpha": lora.alpha}, expert)
 
 
 def read_adapter(path: str | Path) -> Adapter:
@@ -390,11 +390,12 @@ def merge_adapter(model: nn.Module, adapter: Adapter, scale: float = 1.0, source
     for name, (A, B) in adapter.factors.items():
         weight = model.get_parameter(targets[name])
         product = B.flatten(1).to(weight.device, torch.float32) @ A.flatten(1).to(weight.device, torch.float32)
-        update = scale * adapter.scale_of(name) * product.reshape(weight.shape)
+        delta = adapter.scale_of(name) * product.reshape(weight.shape)
+        update = scale * delta
         if (m := adapter.magnitudes.get(name)) is not None:
             m = m.to(update)
             m = m.unflatten(0, (-1, *[1] * (weight.ndim - 1))) if m.ndim == 1 else m  # [out, 1] or [1, in]
-            whole = weight.float() + adapter.scale_of(name) * product.reshape(weight.shape)
+            whole = weight.float() + delta
             norm = torch.linalg.vector_norm(whole, dim=[d for d in range(whole.ndim) if m.shape[d] == 1], keepdim=True)
             update = scale * (m / norm * whole - weight.float())
         weight.copy_(weight.float() + update)

@@ -172,7 +172,9 @@ class VideoPipeline:
             model.check_parts(vae, image_encoder)
         self.model, self.vae, self.text_encoder, self.scheduler = model, vae, text_encoder, scheduler
         self.image_encoder = image_encoder
-        self.frames_are_channels = getattr(model, "condition_channels", 0) > 0  # given frames, which else are in z
+        self.frames_are_channels = (
+            getattr(model, "condition_channels", 0) > 0
+        )  # conditioning frames, which else are in z
         self.device = torch.device(device)
         self.dtype = to_torch_dtype(dtype)
         self.plan = ParallelPlan() if plan is None else plan

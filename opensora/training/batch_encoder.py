@@ -33,7 +33,7 @@ class BatchEncoder:
             (Ho & Salimans 2022).
         device: where the results are wanted.
         image_encoder: for denoisers that read features of images.
-        masks: draws which latent frames are given; None: none are.
+        masks: draws the conditioning frames; None: there are none.
         class_dropout_prob: how often captions are dropped; None: as the denoiser says.
 
     Raises:
@@ -74,8 +74,8 @@ class BatchEncoder:
             generators: one for each sample.
 
         Returns:
-            Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames; and of given
-            frames, where they are channels of the denoiser's input).
+            Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames; and of
+            conditioning frames, where they are channels of the denoiser's input).
 
         Raises:
             UserError: the data lack a number that the denoiser needs, such as NOVA's motion, or pixels for its condition.
@@ -105,7 +105,7 @@ class BatchEncoder:
         if self.condition_channels:
             if "video" not in batch:
                 raise UserError(
-                    "the denoiser is conditioned on conditioning frames, which are encoded by themselves, and a cache holds the latents of "
+                    "the denoiser reads conditioning frames as channels, which are encoded by themselves, and a cache holds the latents of "
                     "whole clips: train from the videos, with data_path naming their table."
                 )
             mask = self.masks(z, generators)

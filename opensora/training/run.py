@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -20,9 +19,9 @@ from torch import nn
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
-from opensora.models.image_encoder import required_frames_of
+from opensora.models.image_encoder import argument, required_frames_of
 from opensora.models.loading import released_weights
-from opensora.registry import DENOISERS, SCHEDULERS, build_module
+from opensora.registry import SCHEDULERS, build_module
 from opensora.utils.environment import command_line, environment, git_changes
 from opensora.utils.errors import UserError
 from opensora.utils.folders import make_writable
@@ -317,25 +316,23 @@ def with_expert_interval(cfg: TrainConfig) -> TrainConfig:
     Raises:
         UserError: no expert is chosen, or the interval that is set goes beyond the expert's.
     """
-    known = signature(DENOISERS.get(cfg.model["type"])).parameters
-    defaults = {name: known[name].default for name in ("boundary", "expert") if name in known}
-    model = defaults | cfg.model
-    if model.get("boundary") is None:
+    boundary, expert = (argument(cfg.model, name) for name in ("boundary", "expert"))
+    if boundary is None:
         return cfg
-    if model["expert"] not in ("high", "low"):
+    if expert not in ("high", "low"):
         raise UserError(
-            f"model.expert={model['expert']!r}: the experts of {model['type']} are trained one at a time, in a run each: set "
+            f"model.expert={expert!r}: the experts of {cfg.model['type']} are trained one at a time, in a run each: set "
             "--model.expert high, or low."
         )
-    own = (model["boundary"], 1.0) if model["expert"] == "high" else (0.0, model["boundary"])
+    own = (boundary, 1.0) if expert == "high" else (0.0, boundary)
     scheduler = {"interval": own, **cfg.scheduler}
     low, high = build_module(scheduler, SCHEDULERS).interval
     if not own[0] <= low < high <= own[1]:
         raise UserError(
-            f"scheduler.interval={low, high}: the expert {model['expert']!r} of {model['type']} works at noise levels {own}; leave "
+            f"scheduler.interval={low, high}: the expert {expert!r} of {cfg.model['type']} works at noise levels {own}; leave "
             "the interval out, or set a part of it."
         )
-    logger.info("the %s-noise expert is trained at noise levels from %g to %g.", model["expert"], low, high)
+    logger.info("the %s-noise expert is trained at noise levels from %g to %g.", expert, low, high)
     return replace(cfg, scheduler=scheduler)
 
 

@@ -37,7 +37,7 @@ def fits(family: str, scheduler: str) -> bool:
 
 
 def lacks_variance(family: str, scheduler: str) -> bool:
-    """Wan predicts no variance, which these schedulers learn unless they are told otherwise."""
+    """Wan predicts no variance, which these schedulers learn by default."""
     return family == "Wan" and scheduler.startswith("iddpm")
 
 

@@ -1,4 +1,4 @@
-"""scripts/train.py with a model that reads given frames as channels: trained, resumed to the bit, and sampled in its validation."""
+"""scripts/train.py with a model that reads conditioning frames as channels: trained, resumed to the bit, and sampled in its validation."""
 
 import sys
 

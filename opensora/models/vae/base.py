@@ -65,10 +65,7 @@ class VideoVAE(nn.Module):
     in_channels: int = 3  # of the video; others for VAEs that work on another VAE's latents
     out_channels: int  # of the latents
     strides: tuple[int, int, int]  # pixels (frames, height, width) of a latent cell
-    cells: tuple[int, int] = (
-        1,
-        1,
-    )  # sizes are multiples of so many latent cells (rows, columns): of the denoiser's patches
+    cells: tuple[int, int] = (1, 1)  # of the denoiser's patches: sizes are multiples of so many latent cells
     encodes_frames: bool = False  # every frame by itself: the network gets [N, C, H, W]
     decodes_frames: bool = False
     # fp32 on the CPU, [C], or [C, t] where each latent frame has its own; no buffers, for `.to(bf16)` must not round them

@@ -156,7 +156,7 @@ class Wan(ImageConditions, DiffusersDenoiser):
                 None if image_features is None else image_features.float(),
                 timestep_seq_len=None if x_mask is None else T,
             )  # [B, D] or [B, T, D], [.., 6 D], [B, L, D], [B, M, D]
-        text = text if image is None else torch.cat([image, text], dim=1)
+        text = (text if image is None else torch.cat([image, text], dim=1)).to(x.dtype)
         t_mod = t_mod.unflatten(-1, (6, -1))
         if x_mask is not None:  # of each token
             temb, t_mod = (part.repeat_interleave(H * W, dim=1) for part in (temb, t_mod))  # [B, N, D], [B, N, 6, D]
@@ -165,7 +165,7 @@ class Wan(ImageConditions, DiffusersDenoiser):
             temb = temb.unsqueeze(1)
         x, positions = self.own_tokens(x), (*map(self.own_tokens, rotary), T * H * W)
         for block in net.blocks:
-            x = block(x, text.to(x.dtype), t_mod, positions)
+            x = block(x, text, t_mod, positions)
         shift, scale = (net.scale_shift_table.unsqueeze(1) + temb.unsqueeze(2)).unbind(2)  # [B, 1 or N, D] each
         x = net.proj_out((net.norm_out(x.float()) * (1 + scale) + shift).to(x.dtype))
         if self.sp_ranks is not None:
@@ -178,10 +178,10 @@ class Wan(ImageConditions, DiffusersDenoiser):
             return self.net
         if torch.is_grad_enabled() and self.training:
             raise UserError("Wan 2.2's experts are trained one at a time: set model.expert to 'high' or 'low'.")
-        high = timestep >= 1000 * self.boundary
-        if high.any() != high.all():
+        high = {*(timestep >= 1000 * self.boundary).tolist()}
+        if len(high) > 1:
             raise ValueError("a batch is for one of the two experts: its timesteps lie on both sides of the boundary.")
-        return self.net if high[0] else self.net_2
+        return self.net if True in high else self.net_2
 
     def transformer_blocks(self) -> list[nn.Module]:
         """See `Denoiser.transformer_blocks`."""

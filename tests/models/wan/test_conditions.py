@@ -106,7 +106,7 @@ def clip(seed=0, frames=9):
     return values / 127.5 - 1
 
 
-def picture(frame):
+def to_image(frame):
     return Image.fromarray(np.uint8((frame * 127.5 + 127.5).round().permute(1, 2, 0)))
 
 
@@ -120,7 +120,7 @@ def test_a_sample_is_that_of_diffusers_pipeline(folder, parts, variant):
     items = as_items(["a cat"], None, ["a"])
     request = Request(items=items, conditioning=[start], fps=16, seed=1, **SIZE)
     made = ours(parts, model, **scheduler).sample(request, decode=False).latents[0]
-    images = {"image": picture(video[:, 0]), **({"last_image": picture(video[:, -1])} if pair else {})}
+    images = {"image": to_image(video[:, 0]), **({"last_image": to_image(video[:, -1])} if pair else {})}
     scales = {"guidance_scale": 5.0, **({"guidance_scale_2": 3.5} if model.boundary else {})}
     expected = theirs(folder, model, **options)(
         prompt="a cat",
@@ -158,7 +158,7 @@ def test_training_conditions_on_what_the_pipeline_makes_of_the_clips_frames(fold
         torch.testing.assert_close(condition, expected, atol=1e-5, rtol=1e-5)
     if model.image_dim:
         frames = [0, 8] if variant == "flf2v" else [0]
-        features = [pipe.encode_image([picture(video[:, i]) for i in frames]).flatten(0, 1) for video in videos]
+        features = [pipe.encode_image([to_image(video[:, i]) for i in frames]).flatten(0, 1) for video in videos]
         torch.testing.assert_close(cond["image_features"], torch.stack(features), atol=1e-5, rtol=1e-5)
 
 

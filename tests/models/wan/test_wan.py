@@ -83,6 +83,13 @@ def pipeline(model, scheduler, **config):
     return pipe
 
 
+def latents_of(pipe, noise, text, negative, **options):
+    """What diffusers' pipeline samples, for a size that fits the noise [B, 4, 3, 4, 6]."""
+    texts = {"prompt_embeds": text[:, 0], "negative_prompt_embeds": negative[:, 0]}
+    size = {"height": 32, "width": 48, "num_frames": 9}
+    return pipe(latents=noise, output_type="latent", **texts, **size, **options).frames
+
+
 @pytest.mark.parametrize("sampler", SOLVERS)
 @torch.no_grad()
 def test_a_sample_is_that_of_diffusers_pipeline(sampler):
@@ -92,17 +99,8 @@ def test_a_sample_is_that_of_diffusers_pipeline(sampler):
         {"type": "rflow", "num_sampling_steps": 4, "cfg_scale": 5.0, "sampler": sampler, "shift": 3.0}
     )
     ours = scheduler.sample(model, noise, {"y": text}, null={"y": negative})
-    theirs = pipeline(model, SOLVERS[sampler](3.0))(
-        prompt_embeds=text[:, 0],
-        negative_prompt_embeds=negative[:, 0],
-        latents=noise,
-        height=32,
-        width=48,
-        num_frames=9,
-        num_inference_steps=4,
-        guidance_scale=5.0,
-        output_type="latent",
-    ).frames
+    pipe = pipeline(model, SOLVERS[sampler](3.0))
+    theirs = latents_of(pipe, noise, text, negative, num_inference_steps=4, guidance_scale=5.0)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -118,18 +116,9 @@ def test_two_experts_share_the_steps_as_in_diffusers(boundary):
     )
     low = WanTransformer3DModel.from_config(dict(model.net_2.config)).eval()
     low.load_state_dict(model.net_2.state_dict())
-    theirs = pipeline(model, SOLVERS["unipc"](5.0), transformer_2=low, boundary_ratio=boundary)(
-        prompt_embeds=text[:, 0],
-        negative_prompt_embeds=negative[:, 0],
-        latents=noise,
-        height=32,
-        width=48,
-        num_frames=9,
-        num_inference_steps=5,
-        guidance_scale=4.0,
-        guidance_scale_2=3.0,
-        output_type="latent",
-    ).frames
+    pipe = pipeline(model, SOLVERS["unipc"](5.0), transformer_2=low, boundary_ratio=boundary)
+    scales = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+    theirs = latents_of(pipe, noise, text, negative, num_inference_steps=5, **scales)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
