@@ -15,15 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
-from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, broadcast_from_rank0, init_world, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
-from opensora.acceleration.sequence_parallel import parallelise
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, parse_config, to_dict
-from opensora.config.schema import LoraOptions
 from opensora.datasets.buckets.bucket import Buckets, move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler
@@ -31,7 +27,7 @@ from opensora.datasets.summary import summarise
 from opensora.datasets.table.files import check_exist
 from opensora.inference.sizes import legal_dataset, take_whole_patches
 from opensora.models.image_encoder import check_image_encoder
-from opensora.models.loading import released_weights, store_frozen
+from opensora.models.loading import released_weights
 from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import (
@@ -62,8 +58,9 @@ from opensora.training.loop import (
     set_lr,
     steps,
 )
-from opensora.training.lora import add_lora, check_lora
+from opensora.training.lora import check_lora
 from opensora.training.meter import Meter
+from opensora.training.model import build_model
 from opensora.training.run import (
     BATCHES_VARY,
     RunState,
@@ -302,27 +299,12 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     image_encoder = (
         None if cfg.image_encoder is None else freeze(build_module(cfg.image_encoder, IMAGE_ENCODERS), device)
     )
-    torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
-    model = build_module(
-        cfg.model,
-        DENOISERS,
-        in_channels=vae.out_channels,
-        caption_channels=text_encoder.output_dim,
-        model_max_length=text_encoder.model_max_length,
-        frozen_weights=cfg.frozen_weights,
-        device=device if device.type == "cuda" else None,
-    )
-    store_frozen(model, cfg.frozen_weights)
-    model.to(device)
-    if cfg.lora is not None:
-        add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-    if cfg.compile:
-        compile_blocks(model.transformer_blocks())
-    checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
-    if cfg.activation_offload:
-        offload_activations(model)
-    if world.sp_group is not None:
-        parallelise(model, world.sp_group)
+    sizes = {
+        "in_channels": vae.out_channels,
+        "caption_channels": text_encoder.output_dim,
+        "model_max_length": text_encoder.model_max_length,
+    }
+    model = build_model(cfg, sizes, device, world.sp_group)
     if cfg.cache_text:
         text_encoder = MemoizedTextEncoder(text_encoder)
     return dataset, vae, text_encoder, image_encoder, model

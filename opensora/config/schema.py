@@ -66,7 +66,7 @@ GROUPS = {
     "val_image_size val_fps val_scheduler eval_data_path eval_every eval_num_samples",
     "Output": "save_dir save_fps sample_name prompt_as_path num_sample save_format",
     "Logging": "log_every wandb peak_tflops verbose",
-    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload cuda_graphs offload "
+    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload weight_streaming cuda_graphs offload "
     "vae_tiling step_cache",
     "Distributed": "plugin fsdp_reshard fsdp_gather fsdp_reduce shard_size hybrid_zero optimizer_offload sp_size cfg_parallel",
     "Randomness": "seed",
@@ -246,6 +246,12 @@ class TrainConfig(LoopConfig):
         "none",
     )
     activation_offload: bool = option("keep activations of 1 MiB or more in the CPU's memory", False)
+    weight_streaming: int = option(
+        "ddp: how many blocks' weights are on the GPU, the others come from the CPU's memory in time; 0: all. Without lora their "
+        "gradients go there, and the optimizer steps there (one process)",
+        0,
+        COUNT,
+    )
     cuda_graphs: bool = option("ddp: record forward and backward of each size once and replay it", False)
     peak_tflops: float | None = option("dense TFLOP/s of a device, for the MFU; None: by its name", None, POSITIVE)
     plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
@@ -305,6 +311,7 @@ class TrainConfig(LoopConfig):
             for name, on in (
                 (f"plugin={self.plugin!r}", self.plugin != "ddp"),
                 ("activation_offload=True", self.activation_offload),
+                ("weight_streaming", bool(self.weight_streaming)),
                 ("lora.dropout, which draws inside the model", bool(lora.get("dropout"))),
             )
             if self.cuda_graphs and on
@@ -314,8 +321,12 @@ class TrainConfig(LoopConfig):
         return problems + [
             message
             for wrong, message in (
-                (self.activation_offload and level.startswith(("attention", "selective")),
-                 f"activation_offload does not reach what grad_checkpoint={level!r} keeps: use 'block' or 'mlp'."),
+                (self.activation_offload and not self.compile and level.startswith(("attention", "selective")),
+                 f"activation_offload reaches what grad_checkpoint={level!r} keeps with compile=True only: set it, or use 'block' or 'mlp'."),
+                (self.weight_streaming and self.lora is None and self.optimizer_offload,
+                 "optimizer_offload does nothing that weight_streaming without lora does not do: leave it out."),
+                (self.weight_streaming and self.plugin != "ddp",
+                 f"weight_streaming does not work with plugin={self.plugin!r}, which shards the weights itself: use plugin='ddp'."),
                 (self.fsdp_gather == "bf16" and self.plugin == "fsdp2" and self.dtype not in ("bf16", "bfloat16"),
                  f"fsdp_gather='bf16' is for dtype='bf16': with dtype={self.dtype!r} keep fsdp_gather='fp32'."),
                 (self.compile and lora.get("dropout"),

@@ -28,23 +28,21 @@ def test_offloading_changes_no_bit(cfg, policy, step_cache):
     moved = VideoPipeline.from_config(replace(cfg, offload=policy))
     assert torch.equal(plain, moved([A], seed=1, **SIZE))
     assert torch.equal(plain, moved([A], seed=1, **SIZE))  # and again, after everything went home
-    parts = [*moved.place._offloaded.values(), *(moved.place.stream.blocks if policy == "block" else [])]
-    assert len(parts) == (3 if policy == "model" else 5)
-    assert not any(part.loaded for part in parts)
+    assert len(moved.place._offloaded) == 3
+    assert not any(part.loaded for part in moved.place._offloaded.values())
+    assert (moved.place.blocks is None) == (policy == "model")
+    assert policy == "model" or not moved.place.blocks.held
 
 
 def test_blocks_come_one_ahead_and_go(cfg):
     pipeline = VideoPipeline.from_config(
         replace(cfg, offload="block", model={**cfg.model, "depth": 4, "from_pretrained": None})
     )
-    stream, seen = pipeline.place.stream, []
-    assert stream is not None
+    blocks, seen = pipeline.place.blocks, []
     for block in pipeline.model.blocks:
-        block.attn.register_forward_hook(lambda *_: seen.append([offloaded.loaded for offloaded in stream.blocks]))
+        block.attn.register_forward_hook(lambda *_: seen.append({number + 1 for number in blocks.held}))
     pipeline([A], seed=1, guidance_scale=1.0, **SIZE)
-    one, none = True, False
-    first = [[one, one, none, none], [one, one, one, none], [one, none, one, one], [one, one, none, one]]
-    later = [first[0], *first[1:]]
+    first, later = [set(), {1, 2}, {2, 3}, {3, 1}], [{3, 1}, {1, 2}, {2, 3}, {3, 1}]
     assert seen == first + later * 2
 
 
