@@ -73,7 +73,9 @@ GROUPS = {
 }
 
 
-FROZEN_WEIGHTS = "storage of weights that are not trained: bf16 takes half of the memory; fp8 and int8 a quarter, and are less exact"
+FROZEN_WEIGHTS = (
+    "storage of weights that are not trained: bf16 takes half of the memory; fp8 and int8 a quarter, and are less exact"
+)
 FrozenWeights = Literal["fp32", "bf16", "fp8", "int8"]
 
 

@@ -22,11 +22,13 @@ def quantise(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values = weight.to(torch.float32, copy=True)
     least, most = values.aminmax(dim=1, keepdim=True)
     largest = torch.maximum(most, -least)
+    in_range = torch.iinfo(dtype) if dtype == torch.int8 else torch.finfo(dtype)
+    scale = (largest / in_range.max).clamp_min(torch.finfo(torch.float32).tiny)  # a row may be zero
     if dtype == torch.int8:
-        scale = (largest / 127).clamp_min(torch.finfo(torch.float32).tiny)  # a row may be zero
         return values.div_(scale).round_().to(dtype), scale
-    # a power of two: a float loses nothing by it, and the product is exact in bf16
-    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / torch.finfo(dtype).max).exponent)
+    scale = (
+        scale / torch.frexp(scale).mantissa
+    )  # the next power of two: nothing is lost, and the product is exact in bf16
     return values.div_(scale).to(dtype), scale
 
 
