@@ -81,6 +81,8 @@ def base(toy_config) -> str:
 KINDS = {
     "full": (),
     "LoRA": (*LORA, "--frozen-weights=bf16", "--dtype=bf16"),
+    "LoRA on fp8": (*LORA, "--frozen-weights=fp8", "--dtype=bf16"),
+    "LoRA on int8": (*LORA, "--frozen-weights=int8", "--dtype=bf16", "--grad-checkpoint=selective"),
     "high": ("--model.boundary=0.875", "--model.expert=high", "--scheduler.interval=(0.875, 1.0)"),
     "low": ("--model.boundary=0.875", "--model.expert=low", "--scheduler.interval=(0.0, 0.875)"),
 }
@@ -95,17 +97,20 @@ def test_a_resume_is_the_whole_run_to_the_bit(kind, train, base):
     assert_same_run(whole, rest)
     assert losses(whole)[2:] == losses(rest)
     names = tensors(whole, "model").keys()
-    assert all(("lora_" in name) == (kind == "LoRA") for name in names)
+    assert all(("lora_" in name) == kind.startswith("LoRA") for name in names)
 
 
 def test_a_base_in_bf16_begins_as_one_in_fp32(train, base):
     """Autocast rounds it alike; later the adapters differ, whose first values peft rounds too."""
-    fp32, bf16 = (
+    fp32, bf16, fp8, int8 = (
         losses(train(*LORA, "--dtype=bf16", base, f"--frozen-weights={dtype}", name=dtype))
-        for dtype in ("fp32", "bf16")
+        for dtype in ("fp32", "bf16", "fp8", "int8")
     )
     assert fp32[0] == bf16[0]
     assert bf16 == pytest.approx(fp32, rel=2e-3)
+    assert fp8 == pytest.approx(fp32, rel=2e-2)
+    assert int8 == pytest.approx(fp32, rel=5e-3)
+    assert fp32[0] not in (fp8[0], int8[0])
 
 
 @pytest.mark.parametrize(
