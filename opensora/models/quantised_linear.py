@@ -34,7 +34,7 @@ def quantise(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Q [out, in] and its scales [out, 1] -> the weight in `dtype`, rounded once."""
-    return weight.to(dtype).mul_(scale)
+    return weight.to(dtype, copy=True).mul_(scale)
 
 
 def quantise_linears(root: nn.Module, dtype: str, kept: Collection[nn.Module] = ()) -> None:
