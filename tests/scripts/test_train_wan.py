@@ -119,7 +119,10 @@ def test_a_base_in_bf16_begins_as_one_in_fp32(train, base):
     [
         (("--frozen-weights=bf16", "--dtype=bf16"), "frozen_weights='bf16' has no effect without lora"),
         ((*LORA, "--frozen-weights=bf16"), "frozen_weights='bf16' needs dtype='bf16'"),
-        ((*KINDS["LoRA on fp8"], "--plugin=fsdp2", "--fsdp-gather=bf16"), "fsdp_gather='bf16' would cast weights in fp8"),
+        (
+            (*KINDS["LoRA on fp8"], "--plugin=fsdp2", "--fsdp-gather=bf16"),
+            "fsdp_gather='bf16' would cast weights in fp8",
+        ),
         ((*KINDS["LoRA on fp8"], "--plugin=zero2"), "frozen_weights='fp8' does not work with plugin='zero2'"),
         (("--fsdp-gather=bf16",), "fsdp_gather='bf16' has no effect with plugin='ddp'"),
         (("--plugin=fsdp2", "--fsdp-gather=bf16"), "fsdp_gather='bf16' is for dtype='bf16'"),
