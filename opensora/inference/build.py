@@ -13,7 +13,7 @@ from opensora.config.load import InferenceConfig, config_from_dict, parse_config
 from opensora.inference.sizes import overlap, take_whole_patches
 from opensora.models.image_encoder import argument, check_image_encoder
 from opensora.models.loading import store_frozen
-from opensora.models.quantised_linear import DTYPES as QUANTISED
+from opensora.models.quantised_linear import QUANTISED
 from opensora.registry import DENOISERS, IMAGE_ENCODERS, SAMPLERS, TEXT_ENCODERS, VAES, build_module
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts

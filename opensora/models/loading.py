@@ -26,8 +26,7 @@ from opensora.checkpoint.load import load_strictly, open_checkpoint, read_weight
 from opensora.checkpoint.save import MANIFEST
 from opensora.checkpoint.weight_files import find_weights, kind_of
 from opensora.models.layers.embedders import CaptionEmbedder
-from opensora.models.quantised_linear import DTYPES as QUANTISED
-from opensora.models.quantised_linear import QuantisedLinear, quantise_linears
+from opensora.models.quantised_linear import QUANTISED, QuantisedLinear, quantise_linears
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError

@@ -6,6 +6,9 @@ from the forward to the backward pass, which is the memory that this saves.
 
 The error of a weight is at most scale / 2 with "int8" and 1/16 of it with "fp8", whose smallest weights (2^-6 scale) have 2^-10 scale.
 Of normally distributed weights "int8" is three times nearer.
+
+The mode "quant" of `opensora.acceleration.compile` is for speed in sampling: torchao's layers also round what they multiply, and hold
+subclasses of tensors. These train adapters exactly, and hold plain tensors, which can be sharded, streamed and broadcast.
 """
 
 from collections.abc import Collection
@@ -14,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+QUANTISED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def quantise(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`weight [out, in]` -> Q [out, in] in `dtype`, one of `DTYPES`, and the fp32 scales [out, 1]."""
+    """`weight [out, in]` -> Q [out, in] in `dtype`, one of `QUANTISED`, and the fp32 scales [out, 1]."""
     values = weight.to(torch.float32, copy=True)
     least, most = values.aminmax(dim=1, keepdim=True)
     largest = torch.maximum(most, -least)
@@ -26,9 +29,7 @@ def quantise(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = (largest / in_range.max).clamp_min(torch.finfo(torch.float32).tiny)  # a row may be zero
     if dtype == torch.int8:
         return values.div_(scale).round_().to(dtype), scale
-    scale = (
-        scale / torch.frexp(scale).mantissa
-    )  # the next power of two: nothing is lost, and the product is exact in bf16
+    scale = scale / torch.frexp(scale).mantissa  # a power of two: nothing is lost by it, and products are exact in bf16
     return values.div_(scale).to(dtype), scale
 
 
@@ -42,11 +43,11 @@ def quantise_linears(root: nn.Module, dtype: str, kept: Collection[nn.Module] = 
     for parent in list(root.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and layer not in kept:
-                setattr(parent, name, QuantisedLinear(layer, DTYPES[dtype]))
+                setattr(parent, name, QuantisedLinear(layer, QUANTISED[dtype]))
 
 
 class QuantisedLinear(nn.Linear):
-    """`linear` with its weight in `dtype`, one of `DTYPES`; the state has `weight`, `weight_scale` and `bias`.
+    """`linear` with its weight in `dtype`, one of `QUANTISED`; the state has `weight`, `weight_scale` and `bias`.
 
     It computes in the dtype of autocast, or else of its input. No gradients of its own parameters are computed.
     """
@@ -59,7 +60,8 @@ class QuantisedLinear(nn.Linear):
 
     @torch.no_grad()
     def store(self, weight: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Take in `weight [out, in]` of any float dtype, on its device."""
+        """Take in `weight [out, in]` of any float dtype, on the device of the one before, or, if that is on meta, on its own."""
+        weight = weight if self.weight.is_meta else weight.to(self.weight.device)
         weight, scale = quantise(weight, dtype or self.weight.dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)

@@ -12,7 +12,7 @@ from opensora.checkpoint.lora import Adapter, merge_adapter
 from opensora.config.schema import LoraOptions
 from opensora.models.loading import store_frozen
 from opensora.models.quantised_linear import (
-    DTYPES,
+    QUANTISED,
     QuantisedLinear,
     dequantise,
     quantise,
@@ -23,7 +23,7 @@ from opensora.utils.errors import UserError
 from tests.acceleration.products import Products
 from tests.models.denoisers import FAMILIES, build, inputs
 
-KINDS = list(DTYPES)
+KINDS = list(QUANTISED)
 
 
 def weights():
@@ -38,8 +38,8 @@ def weights():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_is_within_the_bounds_of_the_rounding(kind):
     weight = weights()
-    stored, scale = quantise(weight, DTYPES[kind])
-    assert (stored.dtype, stored.shape, scale.dtype, scale.shape) == (DTYPES[kind], (40, 96), torch.float32, (40, 1))
+    stored, scale = quantise(weight, QUANTISED[kind])
+    assert (stored.dtype, stored.shape, scale.dtype, scale.shape) == (QUANTISED[kind], (40, 96), torch.float32, (40, 1))
     error = (dequantise(stored, scale, torch.float32) - weight).abs()
     if kind == "int8":
         assert (error <= scale / 2 * (1 + 1e-5)).all()
@@ -47,7 +47,7 @@ def test_the_error_is_within_the_bounds_of_the_rounding(kind):
     else:
         assert (error <= torch.maximum(weight.abs() / 16, scale / 1024)).all()
         assert stored.float().abs().amax(1)[[0, 1, 2, 4]].ge(224).all()
-        again = quantise(dequantise(stored, scale, torch.bfloat16), DTYPES[kind])
+        again = quantise(dequantise(stored, scale, torch.bfloat16), QUANTISED[kind])
         assert torch.equal(dequantise(*again, torch.bfloat16).float(), dequantise(stored, scale, torch.float32))
 
 
@@ -56,14 +56,14 @@ def test_the_error_is_within_the_bounds_of_the_rounding(kind):
 def test_what_is_not_finite_does_not_become_a_number(kind, bad):
     weight = weights()
     weight[7, 7] = bad
-    back = dequantise(*quantise(weight, DTYPES[kind]), torch.float32)
+    back = dequantise(*quantise(weight, QUANTISED[kind]), torch.float32)
     assert not back[7, 7].isfinite()
     assert back[:7].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operation_is_one_that_pytorch_can_trace(kind):
-    layer = QuantisedLinear(nn.Linear(8, 6), DTYPES[kind])
+    layer = QuantisedLinear(nn.Linear(8, 6), QUANTISED[kind])
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     args = (torch.randn(2, 3, 8, requires_grad=True), layer.weight, layer.weight_scale, layer.bias)
     torch.library.opcheck(quantised_linear, args, test_utils=checks)  # its own comparison knows no float8
@@ -83,8 +83,9 @@ def dequantised(model):
 
 def step(model, dtype=torch.float32):
     """Prediction of a training pass, and the gradients of what is trained."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
-        prediction = model(**inputs(model))
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype != torch.float32):
+        prediction = model(**{name: tensor.to(device) for name, tensor in inputs(model).items()})
     prediction.square().mean().backward()
     return prediction.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
@@ -130,7 +131,7 @@ def test_compiled_blocks_keep_the_stored_weights_alone(level, kind):
         found = step(model)
     weights = [tensor for tensor in kept if tuple(tensor.shape) in shapes]
     assert weights
-    assert {tensor.dtype for tensor in weights} == {DTYPES[kind]}
+    assert {tensor.dtype for tensor in weights} == {QUANTISED[kind]}
     torch.testing.assert_close(found, step(plain), atol=1e-6, rtol=1e-5)
 
 
@@ -154,12 +155,12 @@ def test_linear_layers_of_the_blocks_are_quantised_and_the_islands_are_not(kind)
     for name, layer in layers.items():
         dtype = layer.weight.dtype
         if name.startswith("net.blocks.") and isinstance(layer, nn.Linear):
-            assert (type(layer), dtype) == (QuantisedLinear, DTYPES[kind]), name
+            assert (type(layer), dtype) == (QuantisedLinear, QUANTISED[kind]), name
         elif name in ("net.patch_embedding", "net.proj_out"):
             assert dtype == torch.bfloat16, name
         else:
             assert dtype == torch.float32, name
-    assert {n for n, p in model.named_parameters() if p.dtype == DTYPES[kind]} == {
+    assert {n for n, p in model.named_parameters() if p.dtype == QUANTISED[kind]} == {
         n.removesuffix("_scale") for n in model.state_dict() if n.endswith("weight_scale")
     }
     modulation = build("DiT-text")  # inside the blocks, outside autocast
