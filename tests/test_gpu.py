@@ -254,7 +254,6 @@ def on_gpu(cond):
     return {name: value.cuda() for name, value in cond.items()}
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", quantised_linear.KINDS)
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_quantised_layers_equal_those_with_dequantised_weights(kind, backend):
@@ -263,6 +262,7 @@ def test_quantised_layers_equal_those_with_dequantised_weights(kind, backend):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_denoiser_equals_the_cpus(family):
     model = build(family)
