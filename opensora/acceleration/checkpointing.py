@@ -32,7 +32,7 @@ ATTENTION = (
 )
 """Whose results "attention" keeps, with our own kernels'."""
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "opensora::quantised_linear")
 """Whose results "selective" keeps as well. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
 
 CHEAP = {"opensora::norm_heads"}
@@ -78,7 +78,7 @@ getattr(wrap_operator, "log", logger).addFilter(
 
 def _keep(kept: tuple[str, ...], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name: str = op.name()
-    ours = name.startswith("opensora::") and not name.endswith("backward") and name not in CHEAP
+    ours = name.startswith("opensora::") and not name.endswith("backward") and name not in {*CHEAP, *PRODUCTS}
     return CheckpointPolicy.MUST_SAVE if ours or name in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -184,7 +184,9 @@ def broadcast_params(model: nn.Module, group: dist.ProcessGroup | None = None) -
     """Broadcast the weights and buffers of a group's first process to all of it."""
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.detach().contiguous()  # NCCL refuses channels-last kernels
-        dist.broadcast(sent, group=group, group_src=0)
+        # gloo knows no float8
+        sent_bytes = sent.view(torch.uint8) if sent.dtype == torch.float8_e4m3fn else sent
+        dist.broadcast(sent_bytes, group=group, group_src=0)
         tensor.copy_(sent)
 
 

@@ -73,7 +73,10 @@ GROUPS = {
 }
 
 
-FROZEN_WEIGHTS = "storage of weights that are not trained: bf16 takes half of the memory"
+FROZEN_WEIGHTS = (
+    "storage of weights that are not trained: bf16 takes half of the memory; fp8 and int8 a quarter, and are less exact"
+)
+FrozenWeights = Literal["fp32", "bf16", "fp8", "int8"]
 
 
 class Bounds(NamedTuple):
@@ -265,7 +268,7 @@ class TrainConfig(LoopConfig):
         "train low-rank adapters: dict(rank=16, alpha=16, target_modules='attention', dropout=0.0); see fine-tuning.md",
         None,
     )
-    frozen_weights: Literal["fp32", "bf16"] = option(f"{FROZEN_WEIGHTS}; with lora, of its base", "fp32")
+    frozen_weights: FrozenWeights = option(f"{FROZEN_WEIGHTS}; with lora, of its base", "fp32")
     val_every: int = option("optimizer steps between two validations; 0: none", 0, COUNT)
     val_data_path: str | None = option("table of held-out clips for a loss, read with the settings of dataset", None)
     val_num_samples: int = option("clips of that table, evenly picked", 64, AT_LEAST_ONE)
@@ -329,6 +332,10 @@ class TrainConfig(LoopConfig):
                  f"weight_streaming does not work with plugin={self.plugin!r}, which shards the weights itself: use plugin='ddp'."),
                 (self.fsdp_gather == "bf16" and self.plugin == "fsdp2" and self.dtype not in ("bf16", "bfloat16"),
                  f"fsdp_gather='bf16' is for dtype='bf16': with dtype={self.dtype!r} keep fsdp_gather='fp32'."),
+                (self.frozen_weights in ("fp8", "int8") and colossalai,
+                 f"frozen_weights={self.frozen_weights!r} does not work {engine}, which casts the whole model: use 'bf16', or ddp or fsdp2."),
+                (self.frozen_weights in ("fp8", "int8") and self.fsdp_gather == "bf16",
+                 f"fsdp_gather='bf16' would cast weights in {self.frozen_weights}, which travel as they are stored: leave it out."),
                 (self.compile and lora.get("dropout"),
                  "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."),
                 (buckets and not variable,
@@ -416,7 +423,7 @@ class InferenceConfig(RunConfig):
         None,
     )
     lora_scale: float | list[float] = option("their strength, one or one for each; 0 is the model alone", 1.0)
-    frozen_weights: Literal["fp32", "bf16"] = option(f"{FROZEN_WEIGHTS}; of the whole model", "fp32")
+    frozen_weights: FrozenWeights = option(f"{FROZEN_WEIGHTS}; of the whole model", "fp32")
     save_format: Literal["mp4", "webm", "gif"] = option("of the videos; a single frame is a PNG", "mp4")
     verbose: int = option("0 errors only, 1 progress, 2 details", 1, COUNT)
     negative_prompt: list[str] | None = option("one for all prompts, or one for each; None: no text", None)
