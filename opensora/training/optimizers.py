@@ -5,6 +5,7 @@ Outside of a step all state is plain tensors that lie as the weights do, so that
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,49 +57,22 @@ def check_optimizer(name: str) -> None:
 def adamw_8bit(weights: Iterable[Tensor], **settings: Any) -> Optimizer | None:
     """torchao's AdamW8bit (Dettmers et al. 2022, arXiv:2110.02861) over those of `weights` that it suits; None = there are none.
 
-    These have at least `MIN_8BIT_SIZE` elements, and rows of whole blocks: then rows are what a scale belongs to, and a shard of
-    rows has the scales of its rows. State of a weight [N, ...]: the codes `exp_avg`, `exp_avg_sq`, uint8 [N, ...], and their
-    scales `exp_avg_scale`, `exp_avg_sq_scale`, fp32 [N, elements of a row / `BLOCK`].
+    These have at least `MIN_8BIT_SIZE` elements and rows of whole blocks, so that a shard of rows has its own scales. State of a
+    weight [N, ...]: the codes `exp_avg` and `exp_avg_sq`, uint8 [N, ...], and their scales `exp_avg_scale` and `exp_avg_sq_scale`,
+    fp32 [N, elements of a row / `BLOCK`].
 
     Args:
         weights: fp32.
         settings: of AdamW.
     """
     from torchao.optim import AdamW8bit
-    from torchao.optim.subclass_8bit import OptimState8bit
 
-    suited = [w for w in weights if w.ndim > 1 and w.numel() >= MIN_8BIT_SIZE and w.shape[1:].numel() % BLOCK == 0]
+    suited = [w for w in weights if w.ndim > 1 and w.numel() >= MIN_8BIT_SIZE and not w.shape[1:].numel() % BLOCK]
     if not suited:
         return None
-    tables: dict[tuple[torch.device, bool], Tensor] = {}  # code -> value
-
-    def stepped(optimizer: Optimizer) -> list[Tensor]:
-        return [w for group in optimizer.param_groups for w in group["params"] if w.grad is not None]
-
-    def to_torchao(optimizer: Optimizer, *_: Any) -> None:
-        for w in stepped(optimizer):
-            state = optimizer.state[w]
-            if not state:
-                state["step"] = torch.zeros(())
-                for key in MOMENTS:
-                    state[key] = torch.zeros_like(w, dtype=torch.uint8)
-                    state[f"{key}_scale"] = w.new_zeros(len(w), w.shape[1:].numel() // BLOCK)
-            if not w.numel():  # a process without a share of it
-                w.grad = None
-                continue
-            for key, signed in MOMENTS.items():
-                if (w.device, signed) not in tables:
-                    tables[w.device, signed] = OptimState8bit.zeros(BLOCK, signed, BLOCK, w.device).qmap
-                scale = state[f"{key}_scale"].view(-1)
-                state[key] = OptimState8bit(state[key], scale, tables[w.device, signed], signed)
-
-    def to_plain(optimizer: Optimizer, *_: Any) -> None:
-        for w in stepped(optimizer):
-            optimizer.state[w] |= {key: optimizer.state[w][key].codes for key in MOMENTS}
-
     optimizer = AdamW8bit(suited, **settings)
-    optimizer.register_step_pre_hook(to_torchao)
-    optimizer.register_step_post_hook(to_plain)
+    optimizer.register_step_pre_hook(_to_torchao)
+    optimizer.register_step_post_hook(_to_plain)
     return optimizer
 
 
@@ -107,7 +81,7 @@ def muon(model: nn.Module, lr: float, weight_decay: float) -> Optimizer | None:
 
     Muon (Jordan 2024, kellerjordan.github.io/posts/muon) with the update's size of Liu et al. 2025 (arXiv:2502.16982, eq. 4), so
     that AdamW's `lr` and `weight_decay` serve. Layers of modulation are left out. Of a layer that computes queries, keys and
-    values at once, each of them is a matrix of its own; state of a weight: `momentum_buffer`, as the weight.
+    values at once, each of them is a matrix of its own. State of a weight: `momentum_buffer`, of its shape.
     """
     groups: dict[int, dict[str, Any]] = {}
     for block in model.transformer_blocks():  # type: ignore[operator]
@@ -118,31 +92,64 @@ def muon(model: nn.Module, lr: float, weight_decay: float) -> Optimizer | None:
                 groups.setdefault(parts, {"params": [], "parts": parts})["params"].append(layer.weight)
     if not groups:
         return None
-
-    def split(optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            group["whole"], group["params"] = group["params"], []
-            for w in group["whole"]:
-                if w.grad is None:
-                    continue
-                state = optimizer.state[w]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(w.grad)
-                tensors = w.detach(), w.grad, state["momentum_buffer"]
-                for part, gradient, momentum in zip(*(t.chunk(group["parts"]) for t in tensors), strict=True):
-                    part.grad = gradient
-                    optimizer.state[part] = {"momentum_buffer": momentum}
-                    group["params"].append(part)
-
-    def join(optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for part in group["params"]:
-                del optimizer.state[part]
-            group["params"] = group.pop("whole")
-
-    optimizer = torch.optim.Muon(
-        list(groups.values()), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    optimizer.register_step_pre_hook(split)
-    optimizer.register_step_post_hook(join)
+    optimizer = torch.optim.Muon([*groups.values()], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    optimizer.register_step_pre_hook(_split)
+    optimizer.register_step_post_hook(_join)
     return optimizer
+
+
+def _to_torchao(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step of `adamw_8bit`: codes and scales as torchao's tensors, in the same memory."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    for weight in _with_gradient(optimizer):
+        state = optimizer.state[weight]
+        if not state:
+            state["step"] = torch.zeros(())
+            for key in MOMENTS:
+                state[key] = torch.zeros_like(weight, dtype=torch.uint8)
+                state[f"{key}_scale"] = weight.new_zeros(len(weight), weight.shape[1:].numel() // BLOCK)
+        if not weight.numel():  # this process has no rows of it, and torchao cannot step on none
+            weight.grad = None
+            continue
+        for key, signed in MOMENTS.items():
+            table = _code_values(weight.device, signed)
+            state[key] = OptimState8bit(state[key], state[f"{key}_scale"].view(-1), table, signed)
+
+
+def _to_plain(optimizer: Optimizer, *_: Any) -> None:
+    for weight in _with_gradient(optimizer):
+        optimizer.state[weight] |= {key: optimizer.state[weight][key].codes for key in MOMENTS}
+
+
+@cache
+def _code_values(device: torch.device, signed: bool) -> Tensor:  # noqa: FBT001 - a part of the cache's key
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return OptimState8bit.zeros(BLOCK, signed, BLOCK, device).qmap
+
+
+def _split(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step of `muon`: each weight, its gradient and its state as the matrices that it stacks, in the same memory."""
+    for group in optimizer.param_groups:
+        group["stacked"], group["params"] = group["params"], []
+        for weight in (w for w in group["stacked"] if w.grad is not None):
+            state = optimizer.state[weight]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+            tensors = weight.detach(), weight.grad, state["momentum_buffer"]
+            for matrix, gradient, momentum in zip(*(t.chunk(group["parts"]) for t in tensors), strict=True):
+                matrix.grad = gradient
+                optimizer.state[matrix] = {"momentum_buffer": momentum}
+                group["params"].append(matrix)
+
+
+def _join(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for matrix in group["params"]:
+            del optimizer.state[matrix]
+        group["params"] = group.pop("stacked")
+
+
+def _with_gradient(optimizer: Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
