@@ -111,6 +111,7 @@ def _to_torchao(optimizer: Optimizer, *_: Any) -> None:
                 state[f"{key}_scale"] = weight.new_zeros(len(weight), weight.shape[1:].numel() // BLOCK)
         if not weight.numel():  # this process has no rows of it, and torchao cannot step on none
             weight.grad = None
+            state["step"] += 1
             continue
         for key, signed in MOMENTS.items():
             table = _code_values(weight.device, signed)
