@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
+from opensora.config.load import parse_config
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.training.ema import EMA
 from opensora.training.loop import build_optimizer, checkpoint_parts, set_lr
@@ -280,3 +281,29 @@ def test_without_their_packages(monkeypatch):
         check_optimizer("adamw8bit")
     with pytest.raises(UserError, match=r"'muon' needs torch >= 2\.9"):
         check_optimizer("muon")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["muon", "--plugin=fsdp2"], "with plugin='fsdp2': it needs whole matrices, and a process has a shard. Use "),
+        (["muon", "--optimizer-offload=True"], "with optimizer_offload=True"),
+        (["muon", "--lora.rank=4"], "with lora: it makes the update of a whole matrix orthogonal"),
+        (["muon", "--plugin=zero2"], "with plugin='zero2', whose optimizer cuts"),
+        (["adamw8bit", "--plugin=zero2"], "with plugin='zero2', whose optimizer cuts"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options, words):
+    name, rival = options
+    config = ["configs/quickstart/pretrain.py", f"--optimizer={name}"]
+    assert parse_config(TrainConfig, {}, config).optimizer == name
+    with pytest.raises(UserError) as error:
+        parse_config(TrainConfig, {}, [*config, rival])
+    (line,) = [line for line in str(error.value).splitlines() if "optimizer=" in line]
+    assert f"optimizer='{name}' does not work {words}" in line
+
+
+def test_all_else_goes_with_8_bits():
+    config = ["configs/quickstart/pretrain.py", "--optimizer=adamw8bit", "--optimizer-offload=True"]
+    for more in (["--plugin=fsdp2"], ["--hybrid-zero=True"], ["--lora.rank=4"]):
+        parse_config(TrainConfig, {}, [*config, *more])
