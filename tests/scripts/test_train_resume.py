@@ -58,7 +58,7 @@ def test_every_optimizer(train, optimizer, capsys):
     """To the bit, inside the warm-up; and another cannot take its state over."""
     if optimizer == "adamw8bit":
         pytest.importorskip("torchao")
-    options = (*OPTIONS, "--batch-size=2", "--model.hidden_size=128"
+    options = (*OPTIONS, "--batch-size=2", "--model.hidden_size=128")
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
         whole = train(*options, f"--optimizer={optimizer}", name="whole")
         first = f"--load={complete_checkpoints(whole)[0]}"
