@@ -235,6 +235,25 @@ def test_8_bits_on_two_processes_train_as_on_one_and_resume_to_the_bit(eager, tm
 
 
 @pytest.mark.extra
+def test_a_step_is_that_of_torchao(eager):
+    from torchao.optim import AdamW8bit
+
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(75, 128))
+    theirs = nn.Parameter(ours.detach().clone())
+    optimizers = (
+        adamw_8bit([ours], lr=LR, weight_decay=0.1),
+        AdamW8bit([theirs], lr=LR, weight_decay=0.1, block_size=128),
+    )
+    for _ in range(3):
+        ours.grad = torch.randn(75, 128)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.extra
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_what_torchao_compiles_computes_the_same():
