@@ -30,7 +30,12 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
         UserError: no weight is one for this optimizer.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    settings = {"lr": cfg.lr, "betas": cfg.adam_betas, "eps": cfg.adam_eps, "weight_decay": cfg.weight_decay}
+    settings: dict[str, Any] = {
+        "lr": cfg.lr,
+        "betas": cfg.adam_betas,
+        "eps": cfg.adam_eps,
+        "weight_decay": cfg.weight_decay,
+    }
     if (name := getattr(cfg, "optimizer", "adamw")) == "adamw":
         return torch.optim.AdamW(trainable, **settings, fused=True)
     first = adamw_8bit(trainable, **settings) if name == "adamw8bit" else muon(model, cfg.lr, cfg.weight_decay)

@@ -263,7 +263,7 @@ class MastersEngine:
         mesh, shape = weight.device_mesh, weight.shape[:1] + value.shape[1:]
         on_mesh = value if value.device.type == mesh.device_type else torch.empty_like(value, device=mesh.device_type)
         stride = torch.empty(shape, device="meta").stride()
-        placed = DTensor.from_local(on_mesh, mesh, weight.placements, shape=shape, stride=stride)
+        placed: Tensor = DTensor.from_local(on_mesh, mesh, weight.placements, shape=shape, stride=stride)
         if on_mesh is not value:
             placed = torch.empty_like(placed, device=value.device)
             local(placed).copy_(value)
