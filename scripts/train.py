@@ -61,6 +61,7 @@ from opensora.training.loop import (
 from opensora.training.lora import check_lora
 from opensora.training.meter import Meter
 from opensora.training.model import build_model
+from opensora.training.optimizers import check_optimizer
 from opensora.training.run import (
     BATCHES_VARY,
     RunState,
@@ -110,6 +111,7 @@ def main() -> None:
         cfg = with_expert_interval(cfg)
         same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
+        check_optimizer(cfg.optimizer)
         check_image_encoder(cfg.model, cfg.image_encoder)
         if cfg.lora is not None:
             check_lora()

@@ -57,7 +57,7 @@ GROUPS = {
     "align reference_cache",
     "Long videos": "loop condition_frame_length condition_frame_edit",
     "Sampling": "num_sampling_steps cfg_scale guidance_scale cfg_channel",
-    "Training": "batch_size accumulation_steps epochs max_steps lr lr_schedule warmup_steps weight_decay adam_betas adam_eps "
+    "Training": "batch_size accumulation_steps epochs max_steps optimizer lr lr_schedule warmup_steps weight_decay adam_betas adam_eps "
     "grad_clip ema_decay ema_every ema_device on_nonfinite max_skipped step_timeout_min",
     "Loss": "loss lpips lpips_frames trained reconstruction logvar_init discriminator adversarial_weight adversarial_scale "
     "adversarial_start discriminator_lr",
@@ -164,7 +164,7 @@ class LoopConfig(RunConfig):
     lr: float = option("learning rate", 2e-5, POSITIVE)
     lr_schedule: Literal["constant", "cosine"] = option("learning rate after the warm-up", "constant")
     warmup_steps: int = option("optimizer steps over which the learning rate rises linearly", 0, COUNT)
-    weight_decay: float = option("decoupled weight decay of AdamW", 0.0, COUNT)
+    weight_decay: float = option("decoupled weight decay", 0.0, COUNT)
     adam_betas: tuple[float, float] = option("AdamW's averaging coefficients", (0.9, 0.999), FRACTION)
     adam_eps: float = option("AdamW's epsilon", 1e-8, POSITIVE)
     grad_clip: float = option("largest gradient norm; 0 switches clipping off", 1.0, COUNT)
@@ -255,6 +255,10 @@ class TrainConfig(LoopConfig):
         0,
         COUNT,
     )
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
+        "adamw8bit: torchao's, moments in 8 bits; muon: torch's, of the matrices of the blocks, AdamW of all else; see memory.md",
+        "adamw",
+    )
     cuda_graphs: bool = option("ddp: record forward and backward of each size once and replay it", False)
     peak_tflops: float | None = option("dense TFLOP/s of a device, for the MFU; None: by its name", None, POSITIVE)
     plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
@@ -320,6 +324,21 @@ class TrainConfig(LoopConfig):
             if self.cuda_graphs and on
         ]
         problems += frozen_in_fp32(self)
+        muon = self.optimizer == "muon"
+        problems += [
+            f"optimizer={self.optimizer!r} does not work {reason}. Use optimizer='adamw'{other}."
+            for wrong, reason, other in (
+                (self.optimizer != "adamw" and colossalai,
+                 f"{engine}, whose optimizer cuts flattened weights into chunks", ", or plugin='ddp'"),
+                (muon and self.plugin == "fsdp2",
+                 f"{engine}: it needs whole matrices, and a process has a shard", ", or plugin='ddp' with hybrid_zero=True"),
+                (muon and self.optimizer_offload,
+                 "with optimizer_offload=True: its matrix products would take a CPU minutes a step", " or 'adamw8bit'"),
+                (muon and self.lora is not None,
+                 "with lora: it makes the update of a whole matrix orthogonal, which low-rank factors are not", " or 'adamw8bit'"),
+            )
+            if wrong
+        ]  # fmt: skip
         level, sized = self.grad_checkpoint, self.val_num_frames is not None and self.val_image_size is not None
         return problems + [
             message
