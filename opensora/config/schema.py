@@ -66,8 +66,8 @@ GROUPS = {
     "val_image_size val_fps val_scheduler eval_data_path eval_every eval_num_samples",
     "Output": "save_dir save_fps sample_name prompt_as_path num_sample save_format",
     "Logging": "log_every wandb peak_tflops verbose",
-    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload cuda_graphs offload "
-    "vae_tiling step_cache",
+    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload encoder_offload cuda_graphs "
+    "offload vae_tiling step_cache",
     "Distributed": "plugin fsdp_reshard fsdp_gather fsdp_reduce shard_size hybrid_zero optimizer_offload sp_size cfg_parallel",
     "Randomness": "seed",
 }
@@ -246,6 +246,7 @@ class TrainConfig(LoopConfig):
         "none",
     )
     activation_offload: bool = option("keep activations of 1 MiB or more in the CPU's memory", False)
+    encoder_offload: bool = option("VAE, text and image encoder are on the GPU only while they work", False)
     cuda_graphs: bool = option("ddp: record forward and backward of each size once and replay it", False)
     peak_tflops: float | None = option("dense TFLOP/s of a device, for the MFU; None: by its name", None, POSITIVE)
     plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
