@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.offload import OffloadedModule, Placement
+from opensora.acceleration.offload import OffloadedModule, Placement, offload_between_calls
 from opensora.inference.memory import advice, available_memory, estimate, oom_report, tile_images
 from opensora.inference.pipeline import VideoPipeline
 from opensora.utils.errors import UserError
@@ -68,6 +68,27 @@ def test_weights_work_on_a_copy_and_come_home():
     assert layer.weight.data_ptr() == home
     tied = nn.ModuleList([layer, layer])
     assert len(OffloadedModule(tied.parameters(), torch.device("cpu")).pairs) == len(offloaded.pairs) == 2
+
+
+def test_a_module_is_loaded_for_each_call_and_leaves_after_an_error_too():
+    class Doubled(nn.Linear):
+        def twice(self, x):
+            return self.once(self.once(x))  # a call inside a call neither loads again nor unloads
+
+        def once(self, x):
+            seen.append(self.weight.data_ptr() != home)
+            return self(x)
+
+    layer, seen = Doubled(3, 3), []
+    expected = layer(layer(torch.ones(2, 3)))
+    offloaded = offload_between_calls(layer, ["once", "twice"], torch.device("cpu"))
+    home = layer.weight.data_ptr()
+    assert torch.equal(layer.twice(torch.ones(2, 3)), expected)
+    assert layer.weight.data_ptr() == home
+    with pytest.raises(RuntimeError):
+        layer.once(torch.ones(2, 4))
+    assert seen == [True] * 3
+    assert not offloaded.loaded
 
 
 def test_parts_without_weights_are_left_alone():
