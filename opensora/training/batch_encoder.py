@@ -222,7 +222,7 @@ def freeze_encoder(encoder: Any, device: torch.device, *, stored: bool = False, 
 
     Args:
         encoder: freshly built, on the CPU.
-        stored: the data hold what it would encode, so that it is called rarely or never: for the empty prompt, or in a validation.
+        stored: the data hold what it would encode, so that only an empty prompt or a validation calls it.
         offload: its weights are to be on the device only while it works.
 
     With either, the weights stay in the CPU's memory between calls, with `offload` in pinned memory. Sharded weights and those

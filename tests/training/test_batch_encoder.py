@@ -7,6 +7,7 @@ from torch import nn
 from opensora.acceleration.offload import OffloadedModule
 from opensora.models.stdit import STDiT
 from opensora.models.text_encoder.condition import TextCondition
+from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import MODELS, build_module
 from opensora.training.batch_encoder import BatchEncoder, drop_text, freeze_encoder
 from opensora.utils.seed import generators
@@ -114,6 +115,14 @@ def test_a_vae_that_scales_with_its_weights_is_loaded_to_scale(loads):
     vae = freeze_encoder(OwnVAE(2, 2), CPU, stored=True)
     vae.sample(torch.ones(1, 2), None)
     assert len(loads) == 1
+
+
+def test_captions_that_are_known_load_no_text_encoder(loads):
+    encoder = MemoizedTextEncoder(freeze_encoder(build_module(MINILM, MODELS), CPU, offload=True))
+    first = encoder.encode(["a lake", "a hill"])
+    assert len(loads) == 2  # captions are encoded one by one
+    assert torch.equal(encoder.encode(["a lake", "a hill"]).y, first.y)
+    assert len(loads) == 2
 
 
 @pytest.mark.parametrize("own_order", [{"between_uses": "cpu"}, {"shards": True}])
