@@ -132,6 +132,10 @@ def test_the_estimate_adds_up(cfg):
     assert needed(batch=50, dtype="bf16") == weights + 50 * 12 * tokens
     assert needed(batch=50, step_cache={"type": "pab"}) == needed(batch=50) + (2 * 3 + 2) * 50 * 2 * tokens
     assert needed(image_size=(64, 96), vae_tiling=32) < needed(image_size=(64, 96))
+    text = sum(w.nbytes for w in [*pipeline.text_encoder.parameters(), *pipeline.text_encoder.buffers()])
+    pipeline.text_encoder.to("meta")  # elsewhere, and there when the others do not work
+    assert estimate(pipeline, 50, 4, (32, 48), 2.0) == weights - text + 50 * 2 * 12 * tokens
+    assert estimate(pipeline, 1, 4, (32, 48), 2.0) == weights - text + max(2 * 12 * tokens, decoding, text)
 
 
 def test_out_of_memory_says_what_helps(cfg):
