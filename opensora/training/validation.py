@@ -162,14 +162,9 @@ def build_validation(
         without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0, **parts)
         loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler, report)
     if (sampler := build_val_sampler(cfg)) is not None:
+        options: Any = {"image_encoder": encode.image_encoder, "device": world.device, "dtype": cfg.dtype}
         # nothing is moved: the denoiser is where its engine has it, and encoders come and go by themselves
-        options: Any = {
-            "image_encoder": encode.image_encoder,
-            "device": world.device,
-            "dtype": cfg.dtype,
-            "offload": None,
-        }
-        pipeline = VideoPipeline(model, vae, text_encoder, sampler, **options)
+        pipeline = VideoPipeline(model, vae, text_encoder, sampler, offload=None, **options)
         samples = SampleVideos(cfg, world, pipeline, run / "validation", log, report)
     return Validation(cfg.val_every, model, ema, loss, samples, log)
 
