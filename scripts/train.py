@@ -41,7 +41,7 @@ from opensora.registry import (
     build_module,
 )
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.training.batch_encoder import BatchEncoder, freeze, mask_ratios_of
+from opensora.training.batch_encoder import BatchEncoder, freeze_encoder, mask_ratios_of
 from opensora.training.finite_guard import FiniteGuard
 from opensora.training.flops import describe_peak, device_peak
 from opensora.training.loop import (
@@ -290,17 +290,17 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     for name in ("from_pretrained", "from_pretrained_2"):
         refuse_misnamed(cfg.model.get(name), f"model.{name}")
     device = world.device
-    vae = freeze(build_module(cfg.vae, VAES), device)
+    vae = build_module(cfg.vae, VAES)
     take_whole_patches(vae, cfg.model)
     component = legal_dataset(cfg.dataset, vae)
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
     if cfg.bucket_config is not None:
         move_to_legal_sizes(dataset.buckets, vae)
     held_out_dataset(cfg, vae)  # refuses a bad table now; validation, which comes last, reads it again
-    text_encoder = freeze(build_module(cfg.text_encoder, TEXT_ENCODERS), device)
-    image_encoder = (
-        None if cfg.image_encoder is None else freeze(build_module(cfg.image_encoder, IMAGE_ENCODERS), device)
-    )
+    stored, freeze = getattr(dataset, "stored", ()), partial(freeze_encoder, device=device, offload=cfg.encoder_offload)
+    vae = freeze(vae, stored="vae" in stored)
+    text_encoder = freeze(build_module(cfg.text_encoder, TEXT_ENCODERS), stored="text_encoder" in stored)
+    image_encoder = None if cfg.image_encoder is None else freeze(build_module(cfg.image_encoder, IMAGE_ENCODERS))
     sizes = {
         "in_channels": vae.out_channels,
         "caption_channels": text_encoder.output_dim,

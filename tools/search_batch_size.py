@@ -23,6 +23,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from opensora.config.yacs import deepspeed_overrides
 from opensora.datasets.buckets.bucket import Buckets, parse_num_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.training.batch_encoder import BatchEncoder, freeze, mask_ratios_of
+from opensora.training.batch_encoder import BatchEncoder, freeze_encoder, mask_ratios_of
 from opensora.training.loop import build_ema, build_optimizer, engine_settings
 from opensora.training.model import build_model
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -108,7 +109,8 @@ class Trainer:
         masks = MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios, {clip.num_frames for clip in clips_of(cfg)}))
         if encoders:
             parts = (cfg.vae, cfg.text_encoder, *([] if cfg.image_encoder is None else [cfg.image_encoder]))
-            vae, text, *images = (freeze(build_module(part, MODELS), self.device) for part in parts)
+            freeze = partial(freeze_encoder, device=self.device, offload=cfg.encoder_offload)
+            vae, text, *images = (freeze(build_module(part, MODELS)) for part in parts)
             self.encode = BatchEncoder(
                 vae, text, model, self.device, image_encoder=next(iter(images), None), masks=masks
             )

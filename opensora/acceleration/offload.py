@@ -20,15 +20,21 @@ Policy = Literal["none", "model", "block"]
 
 
 class OffloadedModule:
-    """Parameters and buffers that stay in the CPU's memory, pinned for a GPU, and are copied to the device while they are used."""
+    """Parameters and buffers that stay in the CPU's memory and are copied to the device while they are used.
 
-    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+    Args:
+        tensors: of one module or several; tied ones are copied once.
+        device: where they are used.
+        pin: pin the CPU's memory for a GPU. False: for what is used too rarely to take memory from the other processes.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device, *, pin: bool = True) -> None:
         self.device, self.loaded = device, False
         unique = {id(tensor): tensor for tensor in tensors}  # weights may be tied
         self.pairs: list[tuple[Tensor, Tensor]] = []  # with the host copy
         for tensor in unique.values():
             host = tensor.data.to("cpu")
-            tensor.data = host.pin_memory() if device.type == "cuda" and not host.is_pinned() else host
+            tensor.data = host.pin_memory() if pin and device.type == "cuda" and not host.is_pinned() else host
             self.pairs.append((tensor, tensor.data))
 
     def load(self) -> None:
@@ -42,6 +48,18 @@ class OffloadedModule:
             for tensor, host in self.pairs:
                 tensor.data = host
         self.loaded = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """With the tensors on the device; where they are loaded already, nothing moves."""
+        if self.loaded:
+            yield
+            return
+        self.load()
+        try:
+            yield
+        finally:
+            self.unload()
 
 
 class Placement:
@@ -85,6 +103,20 @@ class Placement:
                 part.unload()
             if name == "model" and self.blocks is not None:
                 self.blocks.release()
+
+
+def offload_between_calls(
+    module: nn.Module, methods: Iterable[str], device: torch.device, *, pin: bool = True
+) -> OffloadedModule:
+    """Keep a module in the CPU's memory, and load it to `device` for each call of one of its `methods`, in place.
+
+    Args:
+        pin: see `OffloadedModule`.
+    """
+    offloaded = OffloadedModule(_tensors(module), device, pin=pin)
+    for name in methods:
+        setattr(module, name, offloaded.in_use()(getattr(module, name)))
+    return offloaded
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

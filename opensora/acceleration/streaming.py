@@ -403,7 +403,7 @@ def stream_blocks(
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in streamed:
                 tensor.data = tensor.data.to(device)
-        # each process reads them from the same files: there is nothing to broadcast
+        # DistributedDataParallel wants all that it looks at in one place
         names = [name for name, weight in model.named_parameters() if id(weight) in streamed]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     if activations and device.type == "cpu":

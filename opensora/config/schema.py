@@ -66,8 +66,8 @@ GROUPS = {
     "val_image_size val_fps val_scheduler eval_data_path eval_every eval_num_samples",
     "Output": "save_dir save_fps sample_name prompt_as_path num_sample save_format",
     "Logging": "log_every wandb peak_tflops verbose",
-    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload weight_streaming cuda_graphs offload "
-    "vae_tiling step_cache",
+    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload weight_streaming "
+    "encoder_offload cuda_graphs offload vae_tiling step_cache",
     "Distributed": "plugin fsdp_reshard fsdp_gather fsdp_reduce shard_size hybrid_zero optimizer_offload sp_size cfg_parallel",
     "Randomness": "seed",
 }
@@ -259,6 +259,7 @@ class TrainConfig(LoopConfig):
         "adamw8bit: torchao's, moments in 8 bits; muon: torch's, of the matrices of the blocks, AdamW of all else; see memory.md",
         "adamw",
     )
+    encoder_offload: bool = option("VAE, text and image encoder are on the GPU only while they work", False)
     cuda_graphs: bool = option("ddp: record forward and backward of each size once and replay it", False)
     peak_tflops: float | None = option("dense TFLOP/s of a device, for the MFU; None: by its name", None, POSITIVE)
     plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
@@ -334,6 +335,8 @@ class TrainConfig(LoopConfig):
                  f"{engine}: it needs whole matrices, and a process has a shard", ", or plugin='ddp' with hybrid_zero=True"),
                 (muon and self.optimizer_offload,
                  "with optimizer_offload=True: its matrix products would take a CPU minutes a step", " or 'adamw8bit'"),
+                (muon and self.weight_streaming and self.lora is None,
+                 "with weight_streaming, whose steps are taken on the CPU: its matrix products would take it minutes", " or 'adamw8bit'"),
                 (muon and self.lora is not None,
                  "with lora: it makes the update of a whole matrix orthogonal, which low-rank factors are not", " or 'adamw8bit'"),
             )

@@ -113,6 +113,7 @@ class CachedVideoTextDataset(TableDataset):
             while all(self._key(row, self.epochs) in self.records for row in self.rows.tolist()):
                 self.epochs += 1
         self.text = TextFeatures(cache_dir) if text == "features" else None
+        self.stored = ("vae",) if self.text is None else ("vae", "text_encoder")
         if self.text is not None and len(self.table) <= MAX_CHECKED_FILES:
             self.text.check_cached(caption for row in range(len(self.table)) for caption in self.table.captions(row))
         self.flow: StoredFlow | None = None

@@ -46,18 +46,21 @@ class T5Encoder(HFTextEncoder):
         self.fast, self.int8 = shardformer, dtype == "int8"  # before the weights are loaded
         super().__init__(from_pretrained, model_max_length, "bf16" if self.int8 else dtype, clean=clean, **options)
 
+    @property
+    def shards(self) -> bool:
+        """Whether `shard` has an effect."""
+        return self.fast and dist.is_initialized() and _processes_of_node() > 1
+
     def shard(self) -> "T5Encoder":
         """With `shardformer`, let a node's processes share the weights (`fully_shard`). All must then encode equally often."""
-        if not self.fast or not dist.is_initialized():
+        if not self.shards:
             return self
         if self.between_uses != "keep":
             raise self._error(
                 "shardformer=True shares the weights among processes, so they cannot move; drop "
                 f"between_uses={self.between_uses!r}."
             )
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-        if local < 2:
-            return self
+        local = _processes_of_node()
         shape = (dist.get_world_size() // local, local)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", "local"))["local"]
         for block in self.model.encoder.block:
@@ -90,6 +93,10 @@ class T5Encoder(HFTextEncoder):
         if self.fast:
             compile_blocks_of(model, varying_sizes=self.padding == "longest")
         return model
+
+
+def _processes_of_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
 
 
 def compile_blocks_of(model: Any, *, varying_sizes: bool, backend: str = "inductor") -> None:
