@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora.acceleration import streaming
 from opensora.acceleration.checkpointing import checkpoint_activations
@@ -187,12 +188,12 @@ def test_what_comes_back_lies_as_it_lay(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("level", ["block", "attention"])
+@pytest.mark.parametrize(("level", "lora"), [("attention", True), ("block", False)])
 def test_streams_change_no_bit_and_free_the_gpu(level, lora):
     """Copies on streams of their own, as fast as they go, behind blocks that take no time at all."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     found, memory = [], []
-    for resident in (0, 2):
+    for resident in (0, 0, 2):  # the first compilation of a process may choose other kernels
         torch._dynamo.reset()
         model = build("Wan", depth=12, hidden_size=256, num_heads=2, ffn_dim=1024)
         model = (model.cpu() if resident else model.cuda()).train()
@@ -211,15 +212,19 @@ def test_streams_change_no_bit_and_free_the_gpu(level, lora):
         for step in range(4):
             cond["x"] = cond["x"] + step
             torch.cuda.reset_peak_memory_stats()
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 out = model(**cond)
                 out.square().mean().backward()
             torch.cuda.synchronize()
             results += [out.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.requires_grad)]
         memory.append(torch.cuda.max_memory_allocated())
         found.append(results)
-    assert all(map(torch.equal, *found))
-    assert memory[1] < 0.7 * memory[0]
+    torch.use_deterministic_algorithms(False)
+    differ = [
+        (n, float((a - b).abs().max())) for n, (a, b) in enumerate(zip(*found[1:], strict=True)) if not a.equal(b)
+    ]
+    assert not differ
+    assert memory[2] < 0.7 * memory[1]
 
 
 @pytest.mark.parametrize(("resident", "words"), [(1, "from 2 to 4"), (5, "from 2 to 4, as the model has 5")])
