@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora.acceleration import streaming
 from opensora.acceleration.checkpointing import checkpoint_activations
@@ -188,14 +187,14 @@ def test_what_comes_back_lies_as_it_lay(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("level", "lora"), [("attention", True), ("block", False)])
+@pytest.mark.parametrize(("level", "lora"), [("selective", True), ("block", False)])
 def test_streams_change_no_bit_and_free_the_gpu(level, lora):
     """Copies on streams of their own, as fast as they go, behind blocks that take no time at all."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
     found, memory = [], []
     for resident in (0, 0, 2):  # the first compilation of a process may choose other kernels
         torch._dynamo.reset()
-        model = build("Wan", depth=12, hidden_size=256, num_heads=2, ffn_dim=1024)
+        # the plain formula: the order of sums in the backward pass of fused attention is left to chance
+        model = build("Wan", depth=12, hidden_size=256, num_heads=2, ffn_dim=1024, enable_flash_attn=False)
         model = (model.cpu() if resident else model.cuda()).train()
         if lora:
             store_frozen(model, "bf16")
@@ -212,14 +211,13 @@ def test_streams_change_no_bit_and_free_the_gpu(level, lora):
         for step in range(4):
             cond["x"] = cond["x"] + step
             torch.cuda.reset_peak_memory_stats()
-            with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            with torch.autocast("cuda", torch.bfloat16):
                 out = model(**cond)
                 out.square().mean().backward()
             torch.cuda.synchronize()
             results += [out.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.requires_grad)]
         memory.append(torch.cuda.max_memory_allocated())
         found.append(results)
-    torch.use_deterministic_algorithms(False)
     differ = [
         (n, float((a - b).abs().max())) for n, (a, b) in enumerate(zip(*found[1:], strict=True)) if not a.equal(b)
     ]

@@ -213,7 +213,7 @@ def _gradient_error(model: nn.Module, right: dict[str, Tensor]) -> float:
     found = dict(_gradients(model))
     difference = norm = 0.0
     for name, grad in right.items():
-        wanted = grad.to(next(model.parameters()).device)
+        wanted = grad if name not in found else grad.to(found[name].device)
         off = wanted - found[name].float() if name in found else wanted
         difference += float(off.double().square().sum())
         norm += float(wanted.double().square().sum())
