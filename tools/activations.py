@@ -86,14 +86,14 @@ class Counter:
     def _bytes_of(self, number: int, part: str) -> Bytes:
         """What a block keeps of which `part` is checkpointed, with its result, which is the next one's input."""
         block, (shape, dtype, *args), kwargs = self.calls[number]
+        if part == "block":  # its input alone
+            return Bytes(shape.numel() * dtype.itemsize, 0)
         with self.mode:
             block = copy.deepcopy(block)
             checkpoint_activations([block], "none" if part == "nothing" else part)
             if self.compiled:
                 block.compile(fullgraph=True, dynamic=False, backend=_aot(), **allow_many_programs())
-            args, kwargs = tree_map_only(
-                Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs)
-            )
+            args, kwargs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
             # of the first block, too, where adapters alone are trained
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
             return self._count(block, lambda: block(x, *args, **kwargs), (x, args, kwargs))
@@ -103,8 +103,12 @@ class Counter:
         weights |= {shape[::-1] for shape in weights}
         count = _saved if self.compiled and inputs else kept_storages
         known = [leaf for leaf in tree_leaves((inputs, [*module.parameters()])) if isinstance(leaf, Tensor)]
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
-            kept = list(count(forward, known))
+
+        def cast() -> Any:  # what autocast itself keeps is gone behind it
+            with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+                return forward()
+
+        kept = list(count(cast, known))
         casts = sum(size for shape, size in kept if shape in weights)
         return Bytes(sum(size for _, size in kept) - casts, casts)
 
