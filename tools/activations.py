@@ -48,9 +48,12 @@ class Counter:
         latent: frames, rows and columns.
         dtype: in which it computes.
         compiled: whether its blocks are compiled.
+        masked: whether it has conditioning frames (`x_mask`).
     """
 
-    def __init__(self, model: Any, latent: Sequence[int], dtype: torch.dtype, *, compiled: bool) -> None:
+    def __init__(
+        self, model: Any, latent: Sequence[int], dtype: torch.dtype, *, compiled: bool, masked: bool = False
+    ) -> None:
         self.dtype, self.compiled, self.mode = dtype, compiled, FakeTensorMode(allow_non_fake_inputs=True)
         self.stacks = getattr(model, "stack_depths", None)
         self.calls: list[tuple[nn.Module, Any, Any]] = []  # blocks in forward order, and what they are called with
@@ -60,7 +63,7 @@ class Counter:
             model.to_empty(device="cpu")
             for block in model.transformer_blocks():
                 block.forward = partial(self._record, block)
-            self.around = self._count(model, lambda: _forward(model, latent))
+            self.around = self._count(model, lambda: _forward(model, latent, masked=masked))
         for block, _, _ in self.calls:
             del block.forward
 
@@ -89,23 +92,27 @@ class Counter:
         if part == "block":  # its input alone
             return Bytes(shape.numel() * dtype.itemsize, 0)
         with self.mode:
-            block = copy.deepcopy(block)
             checkpoint_activations([block], "none" if part == "nothing" else part)
             if self.compiled:
                 block.compile(fullgraph=True, dynamic=False, backend=_aot(), **allow_many_programs())
             args, kwargs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
             # of the first block, too, where adapters alone are trained
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
-            return self._count(block, lambda: block(x, *args, **kwargs), (x, args, kwargs))
+            kept = self._count(block, lambda: block(x, *args, **kwargs), (x, args, kwargs))
+        for each in block.modules():  # as it was
+            each.__dict__.pop("forward", None)
+        block._compiled_call_impl = None
+        return kept
 
     def _count(self, module: nn.Module, forward: Callable[[], Any], inputs: Any = ()) -> Bytes:
-        weights = {tuple(p.shape) for p in module.parameters() if p.ndim > 1}
+        short = self.dtype != torch.float32
+        weights = {tuple(p.shape) for p in module.parameters() if p.ndim > 1 and short}
         weights |= {shape[::-1] for shape in weights}
         count = _saved if self.compiled and inputs else kept_storages
         known = [leaf for leaf in tree_leaves((inputs, [*module.parameters()])) if isinstance(leaf, Tensor)]
 
         def cast() -> Any:  # what autocast itself keeps is gone behind it
-            with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            with torch.autocast("cpu", self.dtype, enabled=short):
                 return forward()
 
         kept = list(count(cast, known))
@@ -180,11 +187,13 @@ def _aot() -> Callable[..., Any]:
     return backend
 
 
-def _forward(model: Any, latent: Sequence[int]) -> Any:
+def _forward(model: Any, latent: Sequence[int], *, masked: bool) -> Any:
     """A denoiser's forward pass on one sample."""
     y, z = model.null_condition(1), torch.randn(1, model.in_channels, *latent)
     cond = {"y": y.detach(), "mask": torch.ones(1, y.shape[2], dtype=torch.bool)}
     cond |= {name: torch.ones(1) for name in ("fps", "height", "width", "num_frames")}
+    if masked:
+        cond["x_mask"] = torch.ones(1, latent[0], dtype=torch.bool)
     if channels := getattr(model, "condition_channels", 0):
         cond["condition"] = z.new_zeros(1, channels, *latent)
         if model.image_dim is not None:

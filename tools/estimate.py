@@ -304,7 +304,7 @@ def fitting(
             slower = sum(AGAIN[part] for part in parts) / len(parts)
             slower += sum(SLOWER.get(f"{name}={value}", SLOWER.get(name, 0.0)) for name, value in changes.items())
             words = [*flags, *(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())]
-            found.append((slower, len(changed), {"GiB": row["total"], "flags": " ".join(words) or "none"}))
+            found.append((slower, len(changed), {"GiB": row["total"], "flags": " ".join(words) or "(as it is)"}))
         if found:
             rows = [row for *_, row in sorted(found, key=lambda each: each[:2])]
             smaller = cfg.bucket_config is not None and clip != largest
@@ -339,7 +339,7 @@ def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[dict[str, Any],
     types = get_type_hints(TrainConfig)
     choices: dict[str, Sequence[Any]] = {
         "grad_checkpoint": [*dict.fromkeys((cfg.grad_checkpoint, *FITTING_LEVELS))],
-        "activation_offload": [False, True],
+        "activation_offload": [*dict.fromkeys((cfg.activation_offload, False, True))],
     }
     if cfg.lora is None:
         choices |= {"ema_device": ["model", "cpu"], "optimizer_offload": [False, True]}
@@ -361,6 +361,8 @@ def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[dict[str, Any],
                 model = build_denoiser(new, built.vae, built.text_dim, built.text_len)
         for values, stream in itertools.product(itertools.product(*choices.values()), streams):
             changes = {**dict(zip(choices, values, strict=True)), "frozen_weights": dtype, **stream}
+            if changes["activation_offload"] and changes["grad_checkpoint"] not in ("attention", "block"):
+                continue  # hundreds of GiB
             if problems.issuperset(replace(cfg, **changes).problems()):
                 yield changes, model
 
@@ -440,7 +442,8 @@ def estimate(
             f"no row of {table} fits a bucket of bucket_config; `python -m tools.datasets.doctor` says why."
         )
     clip = largest_clip(clips, batches)
-    count = Counter(built.model, clip.latent, to_torch_dtype(cfg.dtype), compiled=cfg.compile)
+    how = {"compiled": cfg.compile, "masked": cfg.mask_ratios is not None}
+    count = Counter(built.model, clip.latent, to_torch_dtype(cfg.dtype), **how)
     fits = {}
     if gpu_memory is not None:
         fits["fits"] = fitting(cfg, built, clips, clip, count, machines, gpu_memory)
