@@ -308,8 +308,8 @@ def fitting(
         if found:
             rows = [row for *_, row in sorted(found, key=lambda each: each[:2])]
             smaller = cfg.bucket_config is not None and clip != largest
-            return {"clip": clip.name, "batch": clip.batch, "smaller": smaller, "rows": rows[:BEST]}
-    return {"rows": []}
+            return {"gb": gib, "clip": clip.name, "batch": clip.batch, "smaller": smaller, "rows": rows[:BEST]}
+    return {"gb": gib, "rows": []}
 
 
 def smaller_clips(
@@ -389,7 +389,7 @@ def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: M
     for clip, epoch in zip(clips, epochs, strict=True):
         flops = 3 * built.model.flops(clip.latent, built.text_len)  # forward, and twice as much backward
         whole = clip.batch * groups * cfg.accumulation_steps
-        steps = None if epoch is None else round(epoch * cfg.epochs * share)
+        steps = None if epoch is None else int(epoch * cfg.epochs * share)
         if epoch is None and len(clips) == 1:
             steps = cfg.max_steps  # all that is known
         step_flops = flops * whole
@@ -415,7 +415,7 @@ def estimate(
     batches: Sequence[int] = (),
     rows: int | None = None,
     table: Path | None = None,
-    gpu_memory: float | None = None,
+    gpu_memory: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Everything, as plain data.
 
@@ -426,13 +426,17 @@ def estimate(
         batches: per GPU; () takes each clip's own.
         rows: of an epoch, where there is no table.
         table: the data, if it is there.
-        gpu_memory: GiB of a GPU: find settings that fit.
+        gpu_memory: GiB of a GPU: find settings that fit; of each of these GPUs.
 
     Raises:
         UserError: the GPUs cannot be shared as the config says, or a part cannot be built.
     """
     _refuse_impossible(cfg, machines)
-    for flag, numbers in (("--rows", [] if rows is None else [rows]), ("--batches", batches)):
+    for flag, numbers in (
+        ("--rows", [] if rows is None else [rows]),
+        ("--batches", batches),
+        ("--gpu-memory", gpu_memory),
+    ):
         if any(number < 1 for number in numbers):
             raise UserError(f"{flag} {' '.join(map(str, numbers))}: each must be at least 1.")
     built = build(cfg)
@@ -444,9 +448,7 @@ def estimate(
     clip = largest_clip(clips, batches)
     how = {"compiled": cfg.compile, "masked": cfg.mask_ratios is not None}
     count = Counter(built.model, clip.latent, to_torch_dtype(cfg.dtype), **how)
-    fits = {}
-    if gpu_memory is not None:
-        fits["fits"] = fitting(cfg, built, clips, clip, count, machines, gpu_memory)
+    fits = [fitting(cfg, built, clips, clip, count, machines, gib) for gib in gpu_memory]
     sizes = sizes_of(cfg, built.model)
     of_blocks = sum(p.numel() for block in built.model.transformer_blocks() for p in block.parameters())
     parameters: list[dict[str, Any]] = [
@@ -461,7 +463,7 @@ def estimate(
         "notes": assumptions(cfg.text_encoder),
         "parameters": parameters,
         "legal_sp_sizes": [n for n in range(1, machines.gpus + 1) if machines.gpus % n == 0],
-        **fits,
+        "fits": fits,
         "memory_gib": list(memory_rows(cfg, built, clip, count, machines, levels, batches)),
         "time": list(time_rows(cfg, built, clips, machines)),
     }
@@ -498,7 +500,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="rows of an epoch, where there is no table")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="of a GPU; an H100 in bf16 when left out")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of it that training reaches")
-    parser.add_argument("--gpu-memory", type=float, help="GB of a GPU: show the settings that fit, the fastest first")
+    parser.add_argument(
+        "--gpu-memory", type=float, nargs="+", default=[], help="GB of a GPU: the settings that fit, the fastest first"
+    )
     parser.add_argument("--checkpoint", nargs="+", type=level_of, help="values of grad_checkpoint")
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
     parser.add_argument("--json", action="store_true")
@@ -506,7 +510,7 @@ def main() -> None:
     show_messages()
     cfg, table = read_config(args.config, fields, vars(args))
     machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
-    levels = args.checkpoint or (LEVELS if args.gpu_memory is None else (cfg.grad_checkpoint,))
+    levels = args.checkpoint or ((cfg.grad_checkpoint,) if args.gpu_memory else LEVELS)
     counted = {"levels": levels, "batches": args.batches, "rows": args.rows, "table": table}
     result = estimate(cfg, machines, **counted, gpu_memory=args.gpu_memory)
     print(json.dumps(result, indent=1) if args.json else as_text(result))
@@ -523,7 +527,7 @@ def as_text(result: dict[str, Any]) -> str:
             "",
             _table(result["parameters"]),
             "",
-            *_fitting_text(result),
+            *(line for fits in result["fits"] for line in _fitting_text(fits)),
             "GiB of a GPU, estimated",
             _table(result["memory_gib"]),
             "",
@@ -532,18 +536,16 @@ def as_text(result: dict[str, Any]) -> str:
     )
 
 
-def _fitting_text(result: dict[str, Any]) -> list[str]:
-    if (fits := result.get("fits")) is None:
-        return []
+def _fitting_text(fits: dict[str, Any]) -> list[str]:
     if not fits["rows"]:
         return [
-            "Nothing that the tool tries fits. Try lora (docs/how-to/fine-tuning.md), more GPUs with --plugin fsdp2 --fsdp-reshard zero3, "
-            "a smaller image_size, or a text encoder and VAE that are cached (docs/how-to/memory.md).",
+            f"{fits['gb']:g} GB: nothing that this tool tries fits. Try lora (docs/how-to/fine-tuning.md), several GPUs with --plugin fsdp2 "
+            "--fsdp-reshard zero3, a smaller image_size, or cached features in place of VAE and text encoder (docs/how-to/memory.md).",
             "",
         ]
-    head = f"What fits, with a batch of {fits['batch']} of {fits['clip']}, the fastest first"
+    head = f"{fits['gb']:g} GB: what fits with a batch of {fits['batch']} of {fits['clip']}, the fastest first"
     if fits["smaller"]:
-        head += "; set smaller batches in bucket_config, and leave out of it what is larger"
+        head += "; in bucket_config leave out what is larger, and set that batch"
     return [head, _table(fits["rows"]), ""]
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import CLIPConfig, T5Config
 
 from opensora.config.load import TrainConfig, parse_config
+from opensora.config.schema import schema_fields
 from opensora.registry import DATASETS, MODELS
 from opensora.utils.errors import UserError
 from tests.kept_bytes import counted_bytes
@@ -30,9 +31,11 @@ from tools.estimate import (
     estimate,
     main,
     memory_row,
+    num_bytes,
     read_config,
     sizes_of,
     state_bytes,
+    streamed_bytes,
 )
 
 GIB = 2**30
@@ -191,6 +194,61 @@ def test_a_lora_needs_little_next_to_the_weights():
     assert sizes.moments == 8 * sizes.trained
     assert 2 * sizes.all < sizes.stored < 2.1 * sizes.all
     assert sum(state_bytes(cfg, sizes, "ddp", ONE_NODE).values()) < 2.5 * sizes.all
+
+
+def test_the_settings_shown_fit(stdit):
+    fits = estimate(stdit, ONE_GPU, levels=["block"], gpu_memory=[80, 24, 12, 2])["fits"]
+    for limit, found in zip((80, 24, 12), fits, strict=False):
+        flags = found["rows"][0]["flags"]
+        cfg = stdit if flags == "(as it is)" else config_of(*flags.split())
+        (row,) = [
+            row
+            for row in estimate(cfg, ONE_GPU, levels=[cfg.grad_checkpoint])["memory_gib"]
+            if row["engine"] == "ddp"
+        ]
+        assert found["rows"][0]["GiB"] == pytest.approx(row["total"], rel=0.01)
+        assert row["total"] <= limit - 2
+    levels = [found["rows"][0]["flags"] for found in fits[:2]]
+    assert "block" in levels[1]
+    assert "block" not in levels[0]
+    assert "--num-frames" in fits[2]["rows"][0]["flags"]
+    assert fits[3]["rows"] == []
+
+
+def field_is_there(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(name not in schema_fields(TrainConfig), reason=f"no field {name} yet")
+
+
+@field_is_there("weight_streaming")
+def test_streamed_weights_are_resident_blocks_and_two_slots():
+    cfg = config_of("--lora.rank=4", "--frozen-weights=bf16")
+    streaming = dataclasses.replace(cfg, weight_streaming=3)
+    model = build(cfg).model
+    block = num_bytes(model.blocks[0], frozen=True)
+    assert streamed_bytes(cfg, model) == 0
+    assert streamed_bytes(streaming, model) == (28 - 3 - 2) * block
+
+
+@field_is_there("optimizer")
+def test_optimizers_have_their_own_moments(stdit):
+    model, small = build(stdit).model, 0.02  # of what stays as AdamW has it
+    for name, size in (("adamw8bit", 2 + 1 / 16), ("muon", 4)):
+        moments = sizes_of(dataclasses.replace(stdit, optimizer=name), model).moments
+        assert moments == pytest.approx(size * numel(model), rel=small * 8 / size)
+
+
+def test_with_batches_given_the_largest_clip_counts():
+    cfg, _ = read_config(Path("configs/quickstart/buckets.py"), [])
+    cfg = dataclasses.replace(cfg, bucket_config={"144p": {1: (1.0, 64), 8: (1.0, 2)}})
+    for batches, name, batch in (((), "144p x 1", 64), ((1,), "144p x 8", 1)):
+        row = estimate(cfg, ONE_NODE, levels=["block"], batches=batches)["memory_gib"][0]
+        assert (row["clip"], row["batch"]) == (name, batch)
+
+
+def test_an_epoch_may_be_less_than_a_step(stdit):
+    cfg = dataclasses.replace(stdit, batch_size=1, accumulation_steps=4, epochs=10)
+    (row,) = estimate(cfg, ONE_GPU, rows=3, levels=["block"])["time"]
+    assert (row["steps_of_epoch"], row["steps"]) == (0.75, 7)
 
 
 def test_rows_of_buckets_come_from_the_table():
