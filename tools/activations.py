@@ -57,23 +57,27 @@ class Counter:
         self.dtype, self.compiled, self.mode = dtype, compiled, FakeTensorMode(allow_non_fake_inputs=True)
         self.stacks = getattr(model, "stack_depths", None)
         self.calls: list[tuple[nn.Module, Any, Any]] = []  # blocks in forward order, and what they are called with
-        self.bytes_of = cache(self._bytes_of)
+        self.bytes_of, self.at = cache(self._bytes_of), cache(self._at)
+        self.first: list[int] = []  # of each block the first of its kind
         model = copy.deepcopy(model).train()
         with self.mode:
             model.to_empty(device="cpu")
             for block in model.transformer_blocks():
                 block.forward = partial(self._record, block)
             self.around = self._count(model, lambda: _forward(model, latent, masked=masked))
-        for block, _, _ in self.calls:
+        kinds: dict[Any, int] = {}
+        for i, (block, _, _) in enumerate(self.calls):
             del block.forward
+            self.first.append(kinds.setdefault(_kind(block), i))
 
     def __call__(self, level: str) -> Activations:
         """What a training at this value of `grad_checkpoint` keeps."""
+        return self.at(level)
+
+    def _at(self, level: str) -> Activations:
         parts = checkpointed_parts(level, len(self.calls), self.stacks)
-        kinds: dict[Any, int] = {}
-        of_kind = [kinds.setdefault(_kind(block), i) for i, (block, _, _) in enumerate(self.calls)]
-        kept = [self.bytes_of(number, part) for number, part in zip(of_kind, parts, strict=True)]
-        whole = [self.bytes_of(number, "nothing") for number in of_kind]
+        kept = [self.bytes_of(number, part) for number, part in zip(self.first, parts, strict=True)]
+        whole = [self.bytes_of(number, "nothing") for number in self.first]
         return Activations(
             kept=self.around.activations + sum(each.activations for each in kept),
             casts=self.around.casts + sum(each.casts for each in kept),

@@ -30,7 +30,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -58,11 +58,10 @@ LEVELS = ("none", "block", "every:2", "mlp", "selective", "selective:2")
 FITTING_LEVELS = ("none", "selective", "selective:2", "attention", "block")
 AGAIN = {"nothing": 0.0, "selective": 0.1, "mlp": 0.4, "attention": 0.5, "block": 1.0}
 """About the share of a forward pass that is computed again."""
-SLOWER = {
-    "ema_device=cpu": 0.1, "optimizer=adamw8bit": 0.05, "frozen_weights=int8": 0.1, "weight_streaming": 0.2,
-    "activation_offload=True": 0.3, "optimizer_offload=True": 1.0,
-}  # fmt: skip
-"""The same of what else saves memory: guesses, for an order."""
+SLOWER = (
+    ("ema_device", "cpu", 0.1), ("optimizer", "adamw8bit", 0.05), ("frozen_weights", "int8", 0.1),
+    ("activation_offload", True, 0.3), ("optimizer_offload", True, 1.0),
+)  # fmt: skip
 SPARE = 2.0  # GiB, for the CUDA context and the allocator
 BEST = 5  # settings that are shown
 NO_TABLE = "--data-path=none-given.csv"
@@ -158,6 +157,7 @@ class Sizes(NamedTuple):
     stored: int  # bytes of all of them
     gathered: int  # bytes of those that fsdp2 zero3 gathers at one time
     moments: float  # bytes of the optimizer's state
+    streamable: tuple[int, int]  # bytes of the frozen weights of all blocks, and of the largest
 
 
 def sizes_of(cfg: TrainConfig, model: Any) -> Sizes:
@@ -165,10 +165,13 @@ def sizes_of(cfg: TrainConfig, model: Any) -> Sizes:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     blocks = [num_bytes(block) for block in model.transformer_blocks()]
+    frozen = [num_bytes(block, frozen=True) for block in model.transformer_blocks()]
     # two blocks, one coming and one at work, and what is in no block
     gathered = num_bytes(model) - sum(blocks) + sum(sorted(blocks)[-2:])
-    ema = total if cfg.lora is None else trained
-    return Sizes(total, trained, ema, num_bytes(model), gathered, moment_bytes(cfg, model))
+    return Sizes(
+        total, trained, total if cfg.lora is None else trained, num_bytes(model), gathered, moment_bytes(cfg, model),
+        (sum(frozen), max(frozen)),
+    )  # fmt: skip
 
 
 def num_bytes(module: nn.Module, *, frozen: bool = False) -> int:
@@ -220,22 +223,25 @@ def state_bytes(cfg: TrainConfig, of: Sizes, engine: str, machines: Machines) ->
     }
 
 
-def streamed_bytes(cfg: TrainConfig, model: Any) -> float:
+def streamed_bytes(cfg: TrainConfig, of: Sizes) -> float:
     """Frozen weights of blocks that `weight_streaming` keeps off the GPU; of k resident blocks, k + 2 of the largest are on it."""
-    if not (resident := getattr(cfg, "weight_streaming", 0)):
-        return 0.0
-    blocks = [num_bytes(block, frozen=True) for block in model.transformer_blocks()]
-    return max(0.0, sum(blocks) - (resident + 2) * max(blocks))
+    resident, (blocks, largest) = getattr(cfg, "weight_streaming", 0), of.streamable
+    return max(0.0, blocks - (resident + 2) * largest) if resident else 0.0
 
 
 def memory_row(
-    cfg: TrainConfig, built: Built, clip: Clip, machines: Machines, engine: str, kept: Activations
+    cfg: TrainConfig, of: Sizes, frozen: float, clip: Clip, machines: Machines, engine: str, kept: Activations
 ) -> dict[str, float]:
-    """GiB of a GPU with a batch of `clip`, at its peak; `kept`: of one sample of it."""
-    state = state_bytes(cfg, sizes_of(cfg, built.model), engine, machines)
-    state["weights"] -= streamed_bytes(cfg, built.model)
-    of_node = min(machines.per_node, machines.gpus)
-    frozen = vae_bytes(built.vae) + text_bytes(cfg.text_encoder, built.text_encoder, of_node)
+    """GiB of a GPU with a batch of `clip`, at its peak.
+
+    Args:
+        cfg, of, machines, engine: see `state_bytes`.
+        frozen: bytes of VAE and text encoder.
+        clip: what is trained on.
+        kept: of one sample of it.
+    """
+    state = state_bytes(cfg, of, engine, machines)
+    state["weights"] -= streamed_bytes(cfg, of)
     samples = clip.batch / cfg.sp_size
     activations = samples * (min(kept.kept, 2 * kept.block) if cfg.activation_offload else kept.kept)
     gradients = state.pop("gradients")
@@ -244,6 +250,12 @@ def memory_row(
     activations += samples * kept.work + (0.0 if engine == "zero2" else kept.casts)
     gib = {"state": sum(state.values()), "gradients": gradients, "activations": activations, "frozen": frozen}
     return {**{name: size / GIB for name, size in gib.items()}, "total": sum(gib.values()) / GIB}
+
+
+def frozen_bytes(cfg: TrainConfig, built: Built, machines: Machines) -> float:
+    """Of a GPU, for VAE and text encoder."""
+    of_node = min(machines.per_node, machines.gpus)
+    return vae_bytes(built.vae) + text_bytes(cfg.text_encoder, built.text_encoder, of_node)
 
 
 def largest_clip(clips: Sequence[Clip], batches: Sequence[int]) -> Clip:
@@ -261,16 +273,23 @@ def memory_rows(
     batches: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
     """GiB of a GPU for each engine, checkpoint level and batch size, at the clip that `count` counts."""
+    sizes, frozen = sizes_of(cfg, built.model), frozen_bytes(cfg, built, machines)
     for engine, level, batch in itertools.product(ENGINES, levels, batches or (clip.batch,)):
         row = {"engine": engine, "checkpoint": level, "clip": clip.name, "batch": batch}
         sized = clip._replace(batch=batch)
-        yield {**row, **memory_row(cfg, built, sized, machines, engine, count(level))}
+        yield {**row, **memory_row(cfg, sizes, frozen, sized, machines, engine, count(level))}
 
 
 def fitting(
-    cfg: TrainConfig, built: Built, clips: Sequence[Clip], largest: Clip, count: Counter, machines: Machines, gib: float
-) -> dict[str, Any]:
-    """Settings with which a step fits into `gib` of a GPU, the fastest first: of the largest clip with which any does.
+    cfg: TrainConfig,
+    built: Built,
+    clips: Sequence[Clip],
+    largest: Clip,
+    count: Counter,
+    machines: Machines,
+    memories: Sequence[float],
+) -> list[dict[str, Any]]:
+    """Settings with which a step fits into a GPU of each of `memories`, the fastest first: of the largest clip with which any does.
 
     Their order is that of what is computed again and what is moved; no time is measured.
 
@@ -278,38 +297,46 @@ def fitting(
         cfg, built, machines: the training.
         clips: all of it.
         largest, count: the clip that needs most, and what counts a sample of it.
-        gib: memory of a GPU.
+        memories: GiB.
     """
-    for clip, flags in smaller_clips(cfg, built, clips, largest):
-        share = math.prod(clip.latent) / math.prod(largest.latent)  # tokens, which nearly all of it is for each of
-        found = []
-        for changes, model in candidates(cfg, built):
-            new = replace(cfg, **changes)
-            depth = len(model.transformer_blocks())
-            parts = checkpointed_parts(new.grad_checkpoint, depth)
-            sizes = count(new.grad_checkpoint)
-            kept = sizes._replace(**{k: int(share * getattr(sizes, k)) for k in ("kept", "work", "block")})
-            fit = built._replace(model=model)
-            row = memory_row(new, fit, clip, machines, engine_of(new), kept)
-            if "weight_streaming" in changes:  # as many resident blocks as there is room for
-                block = max(num_bytes(block, frozen=True) for block in model.transformer_blocks()) / GIB
-                resident = 1 + int(max(0.0, gib - SPARE - row["total"]) / block)
-                if resident + 2 >= depth:
-                    continue
-                changes = {**changes, "weight_streaming": resident}
-                row = memory_row(replace(cfg, **changes), fit, clip, machines, engine_of(new), kept)
-            if row["total"] > gib - SPARE:
-                continue
-            changed = {name: value for name, value in changes.items() if getattr(cfg, name) != value}
-            slower = sum(AGAIN[part] for part in parts) / len(parts)
-            slower += sum(SLOWER.get(f"{name}={value}", SLOWER.get(name, 0.0)) for name, value in changes.items())
-            words = [*flags, *(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())]
-            found.append((slower, len(changed), {"GiB": row["total"], "flags": " ".join(words) or "(as it is)"}))
-        if found:
-            rows = [row for *_, row in sorted(found, key=lambda each: each[:2])]
-            smaller = cfg.bucket_config is not None and clip != largest
-            return {"gb": gib, "clip": clip.name, "batch": clip.batch, "smaller": smaller, "rows": rows[:BEST]}
-    return {"gb": gib, "rows": []}
+    frozen, depth = frozen_bytes(cfg, built, machines), len(built.model.transformer_blocks())
+    options, results = list(candidates(cfg, built)), []
+    for gib in memories:
+        found: dict[str, Any] = {"gb": gib, "rows": []}
+        for clip, flags in smaller_clips(cfg, built, clips, largest):
+            share = math.prod(clip.latent) / math.prod(largest.latent)  # of tokens, for each of which it is the same
+            rows = []
+            for new, sizes in options:
+                kept = count(new.grad_checkpoint)
+                kept = kept._replace(**{k: int(share * getattr(kept, k)) for k in ("kept", "work", "block")})
+                args = frozen, clip, machines, engine_of(new), kept
+                row = memory_row(new, sizes, *args)
+                if getattr(new, "weight_streaming", 0):  # as many resident blocks as there is room for
+                    resident = 1 + int(max(0.0, gib - SPARE - row["total"]) * GIB / sizes.streamable[1])
+                    if resident + 2 >= depth:
+                        continue
+                    new = replace(new, weight_streaming=resident)  # type: ignore[call-arg]
+                    row = memory_row(new, sizes, *args)
+                if row["total"] <= gib - SPARE:
+                    changes = [f.name for f in fields(new) if getattr(new, f.name) != getattr(cfg, f.name)]
+                    words = [*flags, *(f"--{name.replace('_', '-')} {getattr(new, name)}" for name in changes)]
+                    settings = {"GiB": row["total"], "flags": " ".join(words) or "(as it is)"}
+                    rows.append((slowdown(new, depth), len(changes), settings))
+            if rows:
+                best = [row for *_, row in sorted(rows, key=lambda each: each[:2])][:BEST]
+                smaller = cfg.bucket_config is not None and clip != largest
+                found |= {"clip": clip.name, "batch": clip.batch, "smaller": smaller, "rows": best}
+                break
+        results.append(found)
+    return results
+
+
+def slowdown(cfg: TrainConfig, depth: int) -> float:
+    """About how many forward passes a step takes longer: guesses, for an order."""
+    parts = checkpointed_parts(cfg.grad_checkpoint, depth)
+    moved = sum(slower for name, value, slower in SLOWER if getattr(cfg, name, None) == value)
+    moved += 0.2 if getattr(cfg, "weight_streaming", 0) else 0.0
+    return sum(AGAIN[part] for part in parts) / depth + moved
 
 
 def smaller_clips(
@@ -334,37 +361,36 @@ def smaller_clips(
         yield clip, [*batch, f"--num-frames {frames}"]
 
 
-def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Fields that save memory with all values that the config allows, and the denoiser with them."""
+def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[TrainConfig, Sizes]]:
+    """The config with all values of fields that save memory which it allows, and its denoiser's sizes."""
     types = get_type_hints(TrainConfig)
     choices: dict[str, Sequence[Any]] = {
-        "grad_checkpoint": [*dict.fromkeys((cfg.grad_checkpoint, *FITTING_LEVELS))],
-        "activation_offload": [*dict.fromkeys((cfg.activation_offload, False, True))],
+        "grad_checkpoint": (cfg.grad_checkpoint, *FITTING_LEVELS),
+        "activation_offload": (cfg.activation_offload, False, True),
     }
     if cfg.lora is None:
-        choices |= {"ema_device": ["model", "cpu"], "optimizer_offload": [False, True]}
-        if "optimizer" in types:
-            choices["optimizer"] = [cfg.optimizer, "adamw8bit"]  # type: ignore[attr-defined]
-        stored: list[str] = [cfg.frozen_weights]
+        choices |= {"ema_device": ("model", "cpu"), "optimizer_offload": (False, True)}
+        optional = {"optimizer": (getattr(cfg, "optimizer", None), "adamw8bit")}
     else:
         possible = get_args(types["frozen_weights"])
-        stored = [*dict.fromkeys((cfg.frozen_weights, *(each for each in ("bf16", "int8") if each in possible)))]
-    streams = [{}, {"weight_streaming": 1}] if "weight_streaming" in types and cfg.lora is not None else [{}]
-    problems = set(cfg.problems())
-    for dtype in stored:
-        new = replace(cfg, frozen_weights=dtype)
-        model = built.model
-        if dtype != cfg.frozen_weights:
-            if not problems.issuperset(new.problems()):
-                continue
-            with torch.device("meta"):
-                model = build_denoiser(new, built.vae, built.text_dim, built.text_len)
-        for values, stream in itertools.product(itertools.product(*choices.values()), streams):
-            changes = {**dict(zip(choices, values, strict=True)), "frozen_weights": dtype, **stream}
-            if changes["activation_offload"] and changes["grad_checkpoint"] not in ("attention", "block"):
-                continue  # hundreds of GiB
-            if problems.issuperset(replace(cfg, **changes).problems()):
-                yield changes, model
+        choices["frozen_weights"] = (cfg.frozen_weights, *(each for each in ("bf16", "int8") if each in possible))
+        optional = {"weight_streaming": (0, 1)}
+    choices |= {name: values for name, values in optional.items() if name in types}
+    problems, sizes = set(cfg.problems()), dict[Any, Sizes]()
+    for values in itertools.product(*(dict.fromkeys(each) for each in choices.values())):
+        new = replace(cfg, **dict(zip(choices, values, strict=True)))
+        if not problems.issuperset(new.problems()):
+            continue
+        if new.activation_offload and new.grad_checkpoint not in ("attention", "block"):
+            continue  # hundreds of GiB
+        key = new.frozen_weights, getattr(new, "optimizer", None)
+        if key not in sizes:
+            model = built.model
+            if new.frozen_weights != cfg.frozen_weights:
+                with torch.device("meta"):
+                    model = build_denoiser(new, built.vae, built.text_dim, built.text_len)
+            sizes[key] = sizes_of(new, model)
+        yield new, sizes[key]
 
 
 def engine_of(cfg: TrainConfig) -> str:
@@ -389,7 +415,8 @@ def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: M
     for clip, epoch in zip(clips, epochs, strict=True):
         flops = 3 * built.model.flops(clip.latent, built.text_len)  # forward, and twice as much backward
         whole = clip.batch * groups * cfg.accumulation_steps
-        steps = None if epoch is None else int(epoch * cfg.epochs * share)
+        whole_steps = int if len(clips) == 1 else round  # of the last step, a part is not taken
+        steps = None if epoch is None else whole_steps(epoch * cfg.epochs * share)
         if epoch is None and len(clips) == 1:
             steps = cfg.max_steps  # all that is known
         step_flops = flops * whole
@@ -448,7 +475,7 @@ def estimate(
     clip = largest_clip(clips, batches)
     how = {"compiled": cfg.compile, "masked": cfg.mask_ratios is not None}
     count = Counter(built.model, clip.latent, to_torch_dtype(cfg.dtype), **how)
-    fits = [fitting(cfg, built, clips, clip, count, machines, gib) for gib in gpu_memory]
+    fits = fitting(cfg, built, clips, clip, count, machines, gpu_memory) if gpu_memory else []
     sizes = sizes_of(cfg, built.model)
     of_blocks = sum(p.numel() for block in built.model.transformer_blocks() for p in block.parameters())
     parameters: list[dict[str, Any]] = [
