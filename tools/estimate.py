@@ -323,9 +323,12 @@ def fitting(
                     settings = {"GiB": row["total"], "flags": " ".join(words) or "(as it is)"}
                     rows.append((slowdown(new, depth), len(changes), settings))
             if rows:
-                best = [row for *_, row in sorted(rows, key=lambda each: each[:2])][:BEST]
+                best: list[dict[str, Any]] = []
+                for *_, row in sorted(rows, key=lambda each: each[:2]):  # what is slower has to need less
+                    if not best or row["GiB"] < best[-1]["GiB"]:
+                        best.append(row)
                 smaller = cfg.bucket_config is not None and clip != largest
-                found |= {"clip": clip.name, "batch": clip.batch, "smaller": smaller, "rows": best}
+                found |= {"clip": clip.name, "batch": clip.batch, "smaller": smaller, "rows": best[:BEST]}
                 break
         results.append(found)
     return results
