@@ -224,9 +224,9 @@ def state_bytes(cfg: TrainConfig, of: Sizes, engine: str, machines: Machines) ->
 
 
 def streamed_bytes(cfg: TrainConfig, of: Sizes) -> float:
-    """Frozen weights of blocks that `weight_streaming` keeps off the GPU; of k resident blocks, k + 2 of the largest are on it."""
+    """Frozen weights of blocks that `weight_streaming` keeps off the GPU, where there are as many blocks as it says, of the largest's size."""
     resident, (blocks, largest) = getattr(cfg, "weight_streaming", 0), of.streamable
-    return max(0.0, blocks - (resident + 2) * largest) if resident else 0.0
+    return max(0.0, blocks - resident * largest) if resident else 0.0
 
 
 def memory_row(
@@ -312,8 +312,8 @@ def fitting(
                 args = frozen, clip, machines, engine_of(new), kept
                 row = memory_row(new, sizes, *args)
                 if getattr(new, "weight_streaming", 0):  # as many resident blocks as there is room for
-                    resident = 1 + int(max(0.0, gib - SPARE - row["total"]) * GIB / sizes.streamable[1])
-                    if resident + 2 >= depth:
+                    resident = 2 + int(max(0.0, gib - SPARE - row["total"]) * GIB / sizes.streamable[1])
+                    if resident >= depth:
                         continue
                     new = replace(new, weight_streaming=resident)  # type: ignore[call-arg]
                     row = memory_row(new, sizes, *args)
@@ -377,7 +377,7 @@ def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[TrainConfig, Si
     else:
         possible = get_args(types["frozen_weights"])
         choices["frozen_weights"] = (cfg.frozen_weights, *(each for each in ("bf16", "int8") if each in possible))
-        optional = {"weight_streaming": (0, 1)}
+        optional = {"weight_streaming": (0, 2)}
     choices |= {name: values for name, values in optional.items() if name in types}
     problems, sizes = set(cfg.problems()), dict[Any, Sizes]()
     for values in itertools.product(*(dict.fromkeys(each) for each in choices.values())):
