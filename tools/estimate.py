@@ -324,9 +324,9 @@ def fitting(
                     rows.append((slowdown(new, depth), len(changes), settings))
             if rows:
                 best: list[dict[str, Any]] = []
-                for *_, row in sorted(rows, key=lambda each: each[:2]):  # what is slower has to need less
-                    if not best or row["GiB"] < best[-1]["GiB"]:
-                        best.append(row)
+                for *_, fit in sorted(rows, key=lambda each: each[:2]):  # what is slower has to need less
+                    if not best or fit["GiB"] < best[-1]["GiB"]:
+                        best.append(fit)
                 smaller = cfg.bucket_config is not None and clip != largest
                 found |= {"clip": clip.name, "batch": clip.batch, "smaller": smaller, "rows": best[:BEST]}
                 break
@@ -373,7 +373,7 @@ def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[TrainConfig, Si
     }
     if cfg.lora is None:
         choices |= {"ema_device": ("model", "cpu"), "optimizer_offload": (False, True)}
-        optional = {"optimizer": (getattr(cfg, "optimizer", None), "adamw8bit")}
+        optional: dict[str, Sequence[Any]] = {"optimizer": (getattr(cfg, "optimizer", None), "adamw8bit")}
     else:
         possible = get_args(types["frozen_weights"])
         choices["frozen_weights"] = (cfg.frozen_weights, *(each for each in ("bf16", "int8") if each in possible))
