@@ -70,6 +70,7 @@ from opensora.training.run import (
     class_list,
     due,
     effective_batch,
+    oom_report,
     parameter_table,
     seek,
     warn_of_random_weights,
@@ -121,7 +122,7 @@ def main() -> None:
             return
         check_inputs_exist(cfg)
         broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, resume=cfg.load == "latest"))
-        with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
+        with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog, oom_report(world):
             train(cfg, world, stop, watchdog)
     finally:
         shutdown()

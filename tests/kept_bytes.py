@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.utils.dtype import to_torch_dtype
+from tools.activations import kept_storages
 
 
 def counted_bytes(new_model: Callable[[], Any], latent: Sequence[int], batch: int, level: str, dtype: str) -> int:
@@ -34,27 +32,4 @@ def counted_bytes(new_model: Callable[[], Any], latent: Sequence[int], batch: in
 
 def kept_bytes(forward: Callable[[], Any]) -> int:
     """Bytes of all tensors that `forward` makes and that are alive after it, its result among them."""
-    with _Storages() as made:
-        result = forward()  # keeps the graph alive
-        kept = sum(size for storage, size in made.storages.values() if not storage.expired())
-        del result
-    return kept
-
-
-class _Storages(TorchDispatchMode):
-    """Remembers every storage that an operation returns, without keeping it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: set[int] = set()  # inputs and weights
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = (leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        self.before.update(key for key in inputs if key not in self.storages)
-        result = func(*args, **(kwargs or {}))
-        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.before:
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
+    return sum(size for _, size in kept_storages(forward))

@@ -54,8 +54,11 @@ class Summary:
         low, mean, high = self.samples_per_step
         size = f"{low}" if low == high else f"{low} to {high} (mean {mean:.1f})"
         unseen = sum(count for count, _ in self.left_out.values()) + self.dropped
+        steps = f"{self.steps} steps of {size} samples"
+        if 0 < self.batches < self.accumulation_steps:
+            steps = "a part of a step, which goes on in the next epoch"
         lines.append(
-            f"an epoch: {self.steps} steps of {size} samples; {self.batches} batches on each of {self.processes} "
+            f"an epoch: {steps}; {self.batches} batches on each of {self.processes} "
             f"processes, {self.accumulation_steps} a step; {self.repeated} samples seen twice, {unseen} not at all"
         )
         return "\n".join(lines)

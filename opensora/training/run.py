@@ -9,13 +9,16 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import torch
 from torch import nn
 
+from opensora.acceleration.distributed import World
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
@@ -287,6 +290,21 @@ def make_run_folder(
     if changes := git_changes():
         (run / f"changes{tail}.diff").write_text(changes)
     return run
+
+
+@contextmanager
+def oom_report(world: World) -> Iterator[None]:
+    """Turn running out of a GPU's memory into a `UserError` with the command that finds settings which fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        gpu = world.device.type == "cuda"
+        total = round(torch.cuda.get_device_properties(world.device).total_memory / 2**30) if gpu else 24
+        words = [*sys.argv[1:], "--gpus", str(world.size), "--gpu-memory", str(total)]
+        raise UserError(
+            f"out of memory: {(str(error) or 'OutOfMemoryError').splitlines()[0]} "
+            f"Settings that fit: python -m tools.estimate {shlex.join(words)}"
+        ) from error
 
 
 def what_to_do_next(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:

@@ -163,6 +163,8 @@ def test_a_rate_of_its_own(tmp_path, table, write_video, write_table):
     assert (item["fps"], dataset[key_of(dataset, 2)]["fps"]) == (8, 120)
     summary = str(summarise(dataset, build_sampler(dataset, 1, seed=1), 1, 1))
     assert "1 left out: slower than target_fps=8" in summary
+    long_step = str(summarise(dataset, build_sampler(dataset, 1, seed=1), 1, 8))
+    assert "an epoch: a part of a step, which goes on in the next epoch; 3 batches" in long_step
     assert dataset.fingerprint() != VariableVideoTextDataset(str(rows), CONFIG, target_fps=7.5).fingerprint()
     with pytest.raises(UserError, match=r"frame_interval=3 and target_fps=8 exclude one another"):
         VariableVideoTextDataset(str(rows), CONFIG, frame_interval=3, target_fps=8)

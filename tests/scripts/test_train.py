@@ -281,6 +281,16 @@ class TestUserErrors:
         assert not (tmp_path / "bad").exists()
         assert train(*options, name="good").exists()
 
+    def test_out_of_memory_ends_with_the_command_that_finds_what_fits(self, capsys, train, tmp_path, forget_own_parts):
+        begin, _, _ = TRAINS_ONLY.partition("        return model")
+        (tmp_path / "own_scheduler.py").write_text(
+            f'import torch\n{begin}        raise torch.OutOfMemoryError("Tried to allocate 9 GiB.\\nMore.")\n'
+        )
+        options = [f"--imports={tmp_path}/own_scheduler.py", '--scheduler={"type": "trains-only"}', "--max-steps=1"]
+        message = self.fails(capsys, train, *options)
+        assert "out of memory: Tried to allocate 9 GiB. Settings that fit: python -m tools.estimate " in message
+        assert message.rstrip().endswith("--max-steps=1 --gpus 1 --gpu-memory 24")
+
     def test_a_table_of_validation_is_read_before_the_text_encoder(self, capsys, train, tmp_path):
         table = tmp_path / "held_out.csv"
         table.write_text("path,caption\nx.mp4,a cat\n")
