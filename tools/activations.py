@@ -29,6 +29,7 @@ class Bytes(NamedTuple):
 
     activations: int
     casts: int  # of weights, in half precision: once for all samples
+    largest: int = 0  # of the activations
 
 
 class Activations(NamedTuple):
@@ -36,7 +37,7 @@ class Activations(NamedTuple):
 
     kept: int  # when the backward pass begins
     casts: int
-    work: int  # of the block that needs most, in its backward pass: what is recomputed
+    work: int  # of the block that needs most, in its backward pass: what is recomputed, and two gradients of the largest of it
     block: int  # the most that a block keeps
 
 
@@ -81,7 +82,7 @@ class Counter:
         return Activations(
             kept=self.around.activations + sum(each.activations for each in kept),
             casts=self.around.casts + sum(each.casts for each in kept),
-            work=max(a.activations - b.activations for a, b in zip(whole, kept, strict=True)),
+            work=max(a.activations + 2 * a.largest - b.activations for a, b in zip(whole, kept, strict=True)),
             block=max(each.activations for each in kept),
         )
 
@@ -120,8 +121,9 @@ class Counter:
                 return forward()
 
         kept = list(count(cast, known))
-        casts = sum(size for shape, size in kept if shape in weights)
-        return Bytes(sum(size for _, size in kept) - casts, casts)
+        activations = [size for shape, size in kept if shape not in weights]
+        total = sum(activations)
+        return Bytes(total, sum(size for _, size in kept) - total, max(activations, default=0))
 
 
 def kept_storages(forward: Callable[[], Any], known: Sequence[Tensor] = ()) -> list[tuple[tuple[int, ...], int]]:

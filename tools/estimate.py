@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,10 +57,10 @@ ENGINES = ("ddp", "hybrid", "fsdp2 zero2", "fsdp2 zero3", "zero2")
 LEVELS = ("none", "block", "every:2", "mlp", "selective", "selective:2")
 FITTING_LEVELS = ("none", "selective", "selective:2", "attention", "block")
 AGAIN = {"nothing": 0.0, "selective": 0.1, "mlp": 0.4, "attention": 0.5, "block": 1.0}
-"""About the share of a forward pass that is computed again."""
+"""About the share of a forward pass that is recomputed."""
 SLOWER = (
-    ("ema_device", "cpu", 0.1), ("optimizer", "adamw8bit", 0.05), ("frozen_weights", "int8", 0.1),
-    ("activation_offload", True, 0.3), ("optimizer_offload", True, 1.0),
+    ("ema_device", "cpu", 0.1), ("optimizer", "adamw8bit", 0.05), ("frozen_weights", "int8", 0.05),
+    ("activation_offload", True, 0.03), ("optimizer_offload", True, 1.0),
 )  # fmt: skip
 SPARE = 2.0  # GiB, for the CUDA context and the allocator
 BEST = 5  # settings that are shown
@@ -157,7 +157,7 @@ class Sizes(NamedTuple):
     stored: int  # bytes of all of them
     gathered: int  # bytes of those that fsdp2 zero3 gathers at one time
     moments: float  # bytes of the optimizer's state
-    streamable: tuple[int, int]  # bytes of the frozen weights of all blocks, and of the largest
+    streamed: list[int]  # bytes of each block's weights that `weight_streaming` streams
 
 
 def sizes_of(cfg: TrainConfig, model: Any) -> Sizes:
@@ -165,12 +165,13 @@ def sizes_of(cfg: TrainConfig, model: Any) -> Sizes:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     blocks = [num_bytes(block) for block in model.transformer_blocks()]
-    frozen = [num_bytes(block, frozen=True) for block in model.transformer_blocks()]
+    adapters = cfg.lora is not None
+    streamed = [num_bytes(block, frozen=adapters) for block in model.transformer_blocks()]
     # two blocks, one coming and one at work, and what is in no block
     gathered = num_bytes(model) - sum(blocks) + sum(sorted(blocks)[-2:])
     return Sizes(
         total, trained, total if cfg.lora is None else trained, num_bytes(model), gathered, moment_bytes(cfg, model),
-        (sum(frozen), max(frozen)),
+        streamed,
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def num_bytes(module: nn.Module, *, frozen: bool = False) -> int:
 
 def moment_bytes(cfg: TrainConfig, model: Any) -> float:
     """Of the optimizer's state."""
-    name, total = getattr(cfg, "optimizer", "adamw"), 0.0
+    name, total = cfg.optimizer, 0.0
     matrices = {id(p) for block in model.transformer_blocks() for p in block.parameters() if p.ndim == 2}
     for p in (p for p in model.parameters() if p.requires_grad):
         if name == "adamw8bit" and p.ndim > 1 and p.numel() >= 4096 and not p[0].numel() % 128:
@@ -223,12 +224,6 @@ def state_bytes(cfg: TrainConfig, of: Sizes, engine: str, machines: Machines) ->
     }
 
 
-def streamed_bytes(cfg: TrainConfig, of: Sizes) -> float:
-    """Frozen weights of blocks that `weight_streaming` keeps off the GPU, where there are as many blocks as it says, of the largest's size."""
-    resident, (blocks, largest) = getattr(cfg, "weight_streaming", 0), of.streamable
-    return max(0.0, blocks - resident * largest) if resident else 0.0
-
-
 def memory_row(
     cfg: TrainConfig, of: Sizes, frozen: float, clip: Clip, machines: Machines, engine: str, kept: Activations
 ) -> dict[str, float]:
@@ -241,11 +236,21 @@ def memory_row(
         kept: of one sample of it.
     """
     state = state_bytes(cfg, of, engine, machines)
-    state["weights"] -= streamed_bytes(cfg, of)
+    if cfg.weight_streaming:
+        off = sum(of.streamed)
+        if cfg.lora is None:  # with their gradients, moments and average; the gradients of two blocks are on their way
+            gone = off / of.stored
+            state = {name: size * (1 - gone) for name, size in state.items()}
+            state["gradients"] += 2 * max(of.streamed)
+        else:
+            state["weights"] -= off
+        state["weights"] += cfg.weight_streaming * max(of.streamed)
     samples = clip.batch / cfg.sp_size
     activations = samples * (min(kept.kept, 2 * kept.block) if cfg.activation_offload else kept.kept)
     gradients = state.pop("gradients")
-    if cfg.accumulation_steps == 1:  # of these two, the smaller one comes while the other goes
+    if (
+        cfg.accumulation_steps == 1 and not cfg.activation_offload
+    ):  # of these two, the smaller one comes while the other goes
         gradients = max(0.0, gradients - activations)
     activations += samples * kept.work + (0.0 if engine == "zero2" else kept.casts)
     gib = {"state": sum(state.values()), "gradients": gradients, "activations": activations, "frozen": frozen}
@@ -291,7 +296,7 @@ def fitting(
 ) -> list[dict[str, Any]]:
     """Settings with which a step fits into a GPU of each of `memories`, the fastest first: of the largest clip with which any does.
 
-    Their order is that of what is computed again and what is moved; no time is measured.
+    Their order is that of what is recomputed and what is moved; no time is measured.
 
     Args:
         cfg, built, machines: the training.
@@ -311,11 +316,11 @@ def fitting(
                 kept = kept._replace(**{k: int(share * getattr(kept, k)) for k in ("kept", "work", "block")})
                 args = frozen, clip, machines, engine_of(new), kept
                 row = memory_row(new, sizes, *args)
-                if getattr(new, "weight_streaming", 0):  # as many resident blocks as there is room for
-                    resident = 2 + int(max(0.0, gib - SPARE - row["total"]) * GIB / sizes.streamable[1])
+                if new.weight_streaming:  # as many resident blocks as there is room for
+                    resident = 2 + int(max(0.0, gib - SPARE - row["total"]) * GIB / max(sizes.streamed))
                     if resident >= depth:
                         continue
-                    new = replace(new, weight_streaming=resident)  # type: ignore[call-arg]
+                    new = replace(new, weight_streaming=resident)
                     row = memory_row(new, sizes, *args)
                 if row["total"] <= gib - SPARE:
                     changes = [f.name for f in fields(new) if getattr(new, f.name) != getattr(cfg, f.name)]
@@ -338,7 +343,9 @@ def slowdown(cfg: TrainConfig, depth: int) -> float:
     """About how many forward passes a step takes longer: guesses, for an order."""
     parts = checkpointed_parts(cfg.grad_checkpoint, depth)
     moved = sum(slower for name, value, slower in SLOWER if getattr(cfg, name, None) == value)
-    moved += 0.2 if getattr(cfg, "weight_streaming", 0) else 0.0
+    moved += (
+        0 if not cfg.weight_streaming else 1.0 if cfg.lora is None else 0.03
+    )  # the CPU takes the steps of the former
     return sum(AGAIN[part] for part in parts) / depth + moved
 
 
@@ -366,19 +373,16 @@ def smaller_clips(
 
 def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[TrainConfig, Sizes]]:
     """The config with all values of fields that save memory which it allows, and its denoiser's sizes."""
-    types = get_type_hints(TrainConfig)
     choices: dict[str, Sequence[Any]] = {
         "grad_checkpoint": (cfg.grad_checkpoint, *FITTING_LEVELS),
         "activation_offload": (cfg.activation_offload, False, True),
+        "weight_streaming": (cfg.weight_streaming, 0, 2),
     }
     if cfg.lora is None:
         choices |= {"ema_device": ("model", "cpu"), "optimizer_offload": (False, True)}
-        optional: dict[str, Sequence[Any]] = {"optimizer": (getattr(cfg, "optimizer", None), "adamw8bit")}
+        choices["optimizer"] = (cfg.optimizer, "adamw8bit")
     else:
-        possible = get_args(types["frozen_weights"])
-        choices["frozen_weights"] = (cfg.frozen_weights, *(each for each in ("bf16", "int8") if each in possible))
-        optional = {"weight_streaming": (0, 2)}
-    choices |= {name: values for name, values in optional.items() if name in types}
+        choices["frozen_weights"] = (cfg.frozen_weights, "bf16", "int8")
     problems, sizes = set(cfg.problems()), dict[Any, Sizes]()
     for values in itertools.product(*(dict.fromkeys(each) for each in choices.values())):
         new = replace(cfg, **dict(zip(choices, values, strict=True)))
@@ -386,7 +390,7 @@ def candidates(cfg: TrainConfig, built: Built) -> Iterator[tuple[TrainConfig, Si
             continue
         if new.activation_offload and new.grad_checkpoint not in ("attention", "block"):
             continue  # hundreds of GiB
-        key = new.frozen_weights, getattr(new, "optimizer", None)
+        key = new.frozen_weights, new.optimizer
         if key not in sizes:
             model = built.model
             if new.frozen_weights != cfg.frozen_weights:

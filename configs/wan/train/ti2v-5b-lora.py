@@ -4,7 +4,8 @@
     python scripts/train.py configs/wan/train/ti2v-5b-lora.py --data-path FOLDER
 
 At 81x480x832 with grad_checkpoint="selective" a step takes 0.49 s and 46.4 GiB, VAE and text encoder apart
-(random weights of full size, 81x480x832, one H200, `python -m tools.benchmark wan`); at 121x704x1280 it was not measured.
+(random weights of full size, 81x480x832, one H200, `python -m tools.benchmark wan`); at 121x704x1280 it was not measured. On a card of 16 or 24 GB:
+--grad-checkpoint attention --weight-streaming 3 --activation-offload True (0.60 s, 4.7 GiB).
 
 Weights: hub: Wan-AI/Wan2.2-TI2V-5B-Diffusers.
 Hardware: 1 GPU.
