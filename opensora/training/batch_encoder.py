@@ -103,20 +103,42 @@ class BatchEncoder:
                 raise UserError(f"the denoiser needs each video's {name}, and it is not known of {', '.join(unknown)}.")
             cond[name] = values.to(self.device)
         if self.condition_channels:
-            if "video" not in batch:
-                raise UserError(
-                    "the denoiser reads conditioning frames as channels, which are encoded by themselves, and a cache holds the latents of "
-                    "whole clips: train from the videos, with data_path naming their table."
-                )
             mask = self.masks(z, generators)
             given = torch.zeros(len(z), z.shape[2], dtype=torch.bool, device=z.device) if mask is None else ~mask
             frames = pixel_frames(given, self.vae.strides[0])
-            cond |= self.denoiser.image_condition(self.vae, batch["video"].to(self.device), frames, self.image_encoder)
+            if "video" in batch:
+                video = batch["video"].to(self.device)
+                cond |= self.denoiser.image_condition(self.vae, video, frames, self.image_encoder)
+            else:
+                features = batch["image_features"].to(self.device).float() if "image_features" in batch else None
+                latents = stored_condition(batch, given)
+                cond |= self.denoiser.condition_of(latents, frames, features)
         return z, cond
 
     def conditioning_frames(self, z: Tensor, generators: Sequence[torch.Generator]) -> Tensor | None:
         """The scheduler's mask [B, T], False at frames that stay clean; None: all are noised, as where conditioning frames are channels."""
         return None if self.condition_channels else self.masks(z, generators)
+
+
+def stored_condition(batch: Mapping[str, Any], given: Tensor) -> Tensor:
+    """The latents [B, C, T, h, w] of the conditioning frames `given` [B, T], of those that a cache has for each sample.
+
+    Raises:
+        UserError: it has none, or not of these frames.
+    """
+    remedy = (
+        "`python -m tools.cache_features` stores them for a config with buckets, whose dataset is then a "
+        "CachedVariableVideoTextDataset; or train from the videos."
+    )
+    if "condition_latents" not in batch:
+        raise UserError(
+            f"the denoiser reads conditioning frames as channels, which are encoded by themselves, and the cache has none: {remedy}"
+        )
+    is_it = (batch["condition_given"].to(given.device) == given[:, None]).all(dim=2)  # [B, K]
+    if not is_it.any(dim=1).all():
+        raise UserError(f"the cache has no latents of the conditioning frames that mask_ratios drew: {remedy}")
+    latents = batch["condition_latents"][torch.arange(len(given)), is_it.int().argmax(dim=1).cpu()]
+    return latents.to(given.device).float()
 
 
 def pixel_frames(given: Tensor, stride: int) -> Tensor:

@@ -11,9 +11,8 @@ fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % whe
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import Table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import DEFAULT, Decoding, TooFewFrames, is_image
+from opensora.datasets.video.files import DEFAULT, BadFile, Decoding, TooFewFrames, is_image
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
@@ -177,6 +176,14 @@ def occurrences_of_rows(table: Table) -> np.ndarray:
     return occurrence
 
 
+class Part(NamedTuple):
+    """A folder of records in a cache."""
+
+    folder: str
+    features: Mapping[str, Any]
+    settings: Mapping[str, Any]  # that all of its records depend on
+
+
 def write_missing(
     job: Job,
     folder: str,
@@ -185,38 +192,80 @@ def write_missing(
     encode: Callable[[str], dict[str, Any]],
     sources: Mapping[str, Path | str | None],
 ) -> Counts:
-    """Write the records of CACHE/folder that are missing or out of date. Every process of `job.world` calls it, and writes
+    """`write_parts` of a single part."""
+    part = Part(folder, features, settings)
+    return write_parts(job, [part], lambda key, _: {folder: encode(key)}, sources)[folder]
+
+
+def write_parts(
+    job: Job,
+    parts: Sequence[Part],
+    encode: Callable[[str, Collection[str]], Mapping[str, Mapping[str, Any]]],
+    sources: Mapping[str, Path | str | None],
+    on_bad_file: Callable[[str, UserError], Mapping[str, Mapping[str, Any]]] | None = None,
+) -> dict[str, Counts]:
+    """Write the records of CACHE/part that are missing or out of date. Every process of `job.world` calls it, and writes
     those of its own keys; an interrupted call continues where it stopped.
 
     Args:
-        encode: The fields of the record with a key.
+        encode: Part -> the fields of the record with a key, of at least those parts that lack it.
         sources: Key -> what its record is made of, a file or a hash, kept in its field `source`; None: the key says it all.
+        on_bad_file: What to store instead where a file cannot be read; its field `problem` says why, and it is tried again
+            by the next call. None: the error is raised.
     """
-    path, remedy = job.cache_dir / folder, REMEDY.format("ANOTHER_FOLDER")
+    remedy = REMEDY.format("ANOTHER_FOLDER")
+    paths = {part.folder: job.cache_dir / part.folder for part in parts}
 
     def prepare() -> None:
-        prepare_folder(path, features, settings, remedy)
-        consolidate(path)  # also what an interrupted call had finished
+        for part in parts:
+            prepare_folder(paths[part.folder], part.features, part.settings, remedy)
+            consolidate(paths[part.folder])  # also what an interrupted call had finished
 
     broadcast_from_rank0(prepare)
-    writer = RecordWriter(path, features, settings=settings, shard_bytes=job.shard_bytes, remedy=remedy)
-    reader = RecordReader(path, remedy=remedy)
-    written = 0
+    options: Any = {"shard_bytes": job.shard_bytes, "remedy": remedy}
+    writers = {p.folder: RecordWriter(paths[p.folder], p.features, settings=p.settings, **options) for p in parts}
+    readers = {part.folder: RecordReader(paths[part.folder], remedy=remedy) for part in parts}
+    written = dict.fromkeys(paths, 0)
+
+    def is_there(reader: RecordReader, key: str, source: str | None) -> bool:
+        if key not in reader or source is None:
+            return key in reader
+        found = reader.read(key, ("source", "problem"))
+        return found["source"] == source and not found.get("problem")
+
     try:
         mine = list(sources)[job.world.rank :: job.world.size]
-        for key in progress_bar(mine, desc=f"caching {folder}", unit="record", disable=not job.world.is_main):
+        what = " and ".join(name.partition("-")[0] for name in paths)
+        for key in progress_bar(mine, desc=f"caching {what}", unit="record", disable=not job.world.is_main):
             source = sources[key]
-            source = source_hash(source) if isinstance(source, Path) else source
-            if key in reader and (source is None or reader.read(key, ("source",))["source"] == source):
-                continue
-            writer.write({**encode(key), **({} if source is None else {"source": source})}, key)
-            written += 1
+            try:
+                source = _readable_hash(source) if isinstance(source, Path) else source
+                lacking = [name for name, reader in readers.items() if not is_there(reader, key, source)]
+                made = encode(key, lacking) if lacking else {}
+            except BadFile as error:
+                if on_bad_file is None:
+                    raise
+                lacking, made = list(readers), on_bad_file(key, error)
+                source = "" if isinstance(source, Path) else source
+            for name in lacking:
+                if name in made:
+                    writers[name].write({**made[name], **({} if source is None else {"source": source})}, key)
+                    written[name] += 1
     finally:
-        writer.flush()  # also when this process is stopped by an error
+        for writer in writers.values():
+            writer.flush()  # also when this process is stopped by an error
     barrier()
-    broadcast_from_rank0(partial(consolidate, path))
-    total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
-    return Counts(total, len(sources) - total)
+    broadcast_from_rank0(lambda: [consolidate(path) for path in paths.values()])
+    total = mean_over_ranks(torch.tensor([float(n) for n in written.values()], device=job.world.device))
+    totals = [round(float(n) * job.world.size) for n in total]
+    return {name: Counts(n, len(sources) - n) for name, n in zip(paths, totals, strict=True)}
+
+
+def _readable_hash(path: Path) -> str:
+    try:
+        return source_hash(path)
+    except OSError as error:
+        raise BadFile(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def source_hash(path: Path) -> str:
