@@ -90,6 +90,7 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
         )
     assert isinstance(sampler, BucketBatchSampler)
     plan = sampler.plan(epoch)
+    counts = np.bincount(dataset.assign(epoch).drop_reason, minlength=len(DropReason)).tolist()
     columns = (plan.samples, plan.batches, plan.seen)
     uses = tuple(
         BucketUse(dataset.buckets[i], *(int(column[i]) for column in columns))
@@ -118,7 +119,7 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
         accumulation_steps=accumulation_steps,
         batches=plan.steps,
         samples_per_step=(int(sizes.min()), float(sizes.mean()), int(sizes.max())) if len(sizes) else (0, 0.0, 0),
-        left_out=_drop_reasons(dataset, epoch),
+        left_out={why: (counts[code], remedy) for code, (why, remedy) in drop_reasons(dataset).items() if counts[code]},
         buckets=uses,
         repeated=int(np.maximum(plan.seen - plan.samples, 0).sum()),
         dropped=dropped,
@@ -126,8 +127,8 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
     )
 
 
-def _drop_reasons(dataset: Any, epoch: int) -> dict[str, tuple[int, str]]:
-    counts = np.bincount(dataset.assign(epoch).drop_reason, minlength=len(DropReason)).tolist()
+def drop_reasons(dataset: Any) -> dict[DropReason, tuple[str, str]]:
+    """Why a row of a dataset with buckets is in none, in words, and the setting that would keep it."""
     levels, interval, rate = dataset.buckets.levels, dataset.frame_interval, dataset.target_fps
     smallest = levels[-1].resolution
     shortest = min((e.num_frames for level in levels for e in level.entries if e.num_frames > 1), default=None)
@@ -139,7 +140,7 @@ def _drop_reasons(dataset: Any, epoch: int) -> dict[str, tuple[int, str]]:
             f"The shortest, {rule}, needs {rule.length} (a resolution may ask for more); add a shorter one, lower frame_interval "
             "or raise target_fps."
         )
-    words = {
+    return {
         DropReason.UNKNOWN: ("no size is known", "Their files cannot be read: replace them or remove the rows."),
         DropReason.SMALL: (
             "too small for every resolution",
@@ -156,4 +157,3 @@ def _drop_reasons(dataset: Any, epoch: int) -> dict[str, tuple[int, str]]:
             "Each epoch draws anew; keep_prob 1.0 at the smallest resolution and length keeps all.",
         ),
     }
-    return {reason: (counts[code], remedy) for code, (reason, remedy) in words.items() if counts[code]}

@@ -79,8 +79,8 @@ class VariableVideoTextDataset(TableDataset):
             raise UserError(
                 "transform_name='none' keeps the size of a file, but a bucket needs one; use 'resize_crop'."
             )
-        self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
-        for name in self._transforms:
+        self.transform_names = (transform_name, "adm_center" if use_image_transform else transform_name)
+        for name in self.transform_names:
             get_transform(name, (16, 16))  # refuses an unknown name now
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.decoding = Decoding.of(decode)
@@ -135,7 +135,7 @@ class VariableVideoTextDataset(TableDataset):
             frames, fps, choice = read_clip(self.table, row, rule, self.seed, key.epoch, self.decoding)
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
-        transform = get_transform(self._transforms[is_image(path)], (key.height, key.width))
+        transform = get_transform(self.transform_names[is_image(path)], (key.height, key.width))
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         ar = torch.tensor(key.height / key.width, dtype=torch.float32)
         return {"video": video, **describe(row, path, choice.caption, key[2:], fps, self.table.scores(row)), "ar": ar}
@@ -156,7 +156,7 @@ class VariableVideoTextDataset(TableDataset):
         settings = (
             self.frame_interval,
             self.seed,
-            self._transforms,
+            self.transform_names,
             self.buckets.fingerprint(),
             *rate,
             *decoding,
@@ -202,7 +202,5 @@ def _sizes_and_rates(
         height[row], width[row], fps[row] = info.height, info.width, info.fps
     if unreadable:
         count, first = len(unreadable), unreadable[0]
-        logger.warning(
-            "%s: %d files cannot be read and are in no bucket, the first: %s", table.source, count, first
-        )
+        logger.warning("%s: %d files cannot be read and are in no bucket, the first: %s", table.source, count, first)
     return frames, height, width, fps

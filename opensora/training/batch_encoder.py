@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora.config.schema import TrainConfig
 from opensora.contracts import VAE, Denoiser, TextEncoder
+from opensora.datasets.buckets.bucket import Buckets
 from opensora.models.image_encoder import required_frames_of
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.text_encoder.classes import check_classes
@@ -120,6 +122,23 @@ class BatchEncoder:
         return None if self.condition_channels else self.masks(z, generators)
 
 
+def condition_settings(model: Mapping[str, Any], masks: MaskRatios, image_encoder: Any) -> dict[str, Any] | None:
+    """What a cache of a config's conditioning frames depends on, next to the VAE; None: its denoiser takes none as channels."""
+    if (frames := required_frames_of(model)) is None:
+        return None
+    return {
+        "kinds": masks.kinds,
+        "frames": list(frames),
+        "image_encoder": None if image_encoder is None else image_encoder.fingerprint(),
+    }
+
+
+def stored_parts(cfg: TrainConfig, vae: VAE, masks: MaskRatios, image_encoder: Any) -> dict[str, Any]:
+    """What a dataset of stored features compares with its cache."""
+    conditions = condition_settings(cfg.model, masks, image_encoder) if "cache_dir" in cfg.dataset else None
+    return {"vae_fingerprint": vae.fingerprint(), "conditions": conditions}
+
+
 def stored_condition(batch: Mapping[str, Any], given: Tensor) -> Tensor:
     """The latents [B, C, T, h, w] of the conditioning frames `given` [B, T], of those that a cache has for each sample.
 
@@ -180,6 +199,17 @@ def mask_ratios_of(
             f"{', '.join(fitting)} give that, and must add up to 1."
         )
     return ratios
+
+
+def masks_of(cfg: TrainConfig) -> MaskRatios:
+    """What draws the conditioning frames of a batch.
+
+    Raises:
+        UserError: see `mask_ratios_of`.
+    """
+    buckets = () if cfg.bucket_config is None else Buckets(cfg.bucket_config)
+    lengths = {bucket.num_frames for bucket in buckets if bucket.batch_size} or {cfg.num_frames}
+    return MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios, lengths))
 
 
 def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextCondition:

@@ -1,3 +1,4 @@
+from opensora.datasets.cache.buckets import CachedVariableVideoTextDataset, write_buckets
 from opensora.datasets.cache.dataset import CachedVideoTextDataset
 from opensora.datasets.cache.features import write_text
 from opensora.datasets.cache.moments import source_hash, write_clips, write_samples

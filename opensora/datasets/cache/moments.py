@@ -129,7 +129,7 @@ def write_clips(
                     end = error.available
                     continue
                 x = transform(frames)[None].to(job.world.device)  # [1, 3, n, H, W]
-                parts.append(_stored(vae.moments(x)[0], job.dtype, path))
+                parts.append(stored(vae.moments(x)[0], job.dtype, path))
                 start += len(frames)
         except UserError as error:
             raise UserError(f"{table.where(rows[name])}: {error}") from error
@@ -154,7 +154,7 @@ def write_samples(dataset: VideoTextDataset, vae: Any, job: Job, settings: dict[
         path, sample = samples[key]
         item = dataset[sample]
         moments = vae.moments(item["video"][None].to(job.world.device))[0]  # of [1, 3, T, H, W]
-        record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames}
+        record = {"moments": stored(moments, job.dtype, path), "num_frames": probe(path).num_frames}
         return {**record, "size": list(item["video"].shape[1:]), "fps": float(item["fps"])}
 
     sources = {key: path for key, (path, _) in samples.items()}
@@ -288,8 +288,9 @@ def refuse_rate_of_clips(target_fps: float | None) -> None:
         )
 
 
-def _stored(moments: Tensor, dtype: str, path: Path) -> Tensor:
-    stored = moments.to(to_torch_dtype(dtype)).cpu()
-    if not stored.isfinite().all():
-        raise UserError(f"the VAE's moments of {path} are not finite in {dtype}; does this VAE run in this dtype?")
-    return stored
+def stored(features: Tensor, dtype: str, path: Path, what: str = "the VAE's moments") -> Tensor:
+    """Features in the dtype of the cache; a `UserError` where they are not finite in it."""
+    converted = features.to(to_torch_dtype(dtype)).cpu()
+    if not converted.isfinite().all():
+        raise UserError(f"{what} of {path} are not finite in {dtype}; does this encoder run in this dtype?")
+    return converted

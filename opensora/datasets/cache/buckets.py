@@ -1,0 +1,399 @@
+"""Caches for buckets: clips in every size that they may be trained in, for any VAE and any transform.
+
+    CACHE/files             length, size and rate of each file
+    CACHE/buckets-HASH      moments of each sample
+    CACHE/conditions-HASH   latents of its conditioning frames, for models that read them as channels
+    CACHE/images-HASH       CLIP's features of these frames
+
+A sample is a row of the table, a window of its clip, and a bucket's size. Window k is the one that training from videos takes in
+epoch k, with its crop; of a clip that has only one, that is stored once. HASH is of the settings that decide a folder's records:
+what was made with others stays, and a config that comes back to them finds it.
+"""
+
+import csv
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora.datasets.buckets.bucket import NONE, DropReason, move_to_legal_sizes
+from opensora.datasets.cache.dataset import FromCache
+from opensora.datasets.cache.moments import REMEDY, Counts, Job, Part, occurrences_of_rows, stored, write_parts
+from opensora.datasets.cache.records import METADATA, RecordReader, read_metadata, refuse_other
+from opensora.datasets.datasets import Item, draw_choice
+from opensora.datasets.sampler import BucketKey
+from opensora.datasets.summary import drop_reasons
+from opensora.datasets.table.table import MAX_CHECKED_FILES, Table, complain_about_rows, read_table
+from opensora.datasets.variable_dataset import VariableVideoTextDataset
+from opensora.datasets.video.files import DEFAULT, BadFile
+from opensora.datasets.video.read_video import FrameRule, VideoInfo, probe
+from opensora.registry import DATASETS
+from opensora.utils.errors import UserError, first_few
+
+logger = logging.getLogger(__name__)
+
+FILES, BUCKETS, CONDITIONS, IMAGES = "files", "buckets", "conditions", "images"
+FILE_FEATURES = {
+    "num_frames": "int64", "height": "int64", "width": "int64", "fps": "float64", "source": "string", "problem": "string",
+}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {
+    BUCKETS: {"moments": "tensor", "fps": "float64", "source": "string", "problem": "string"},  # [2C, t, h, w]
+    CONDITIONS: {
+        "latents": "tensor",
+        "given": "tensor",
+        "source": "string",
+    },  # [K, C, t, h, w], and of which frames [K, t]
+    IMAGES: {"features": "tensor", "source": "string"},  # [n L, D]
+}
+LEFT_OUT = "the table was read without it"  # the problem of a file that does not exist
+NOT_HASHED = ("dtype", "size_multiples")  # settings that a folder has, and keys are not different for
+DROPPED = "dropped.csv"
+
+
+class Encoder(NamedTuple):
+    """What makes the records of a part from a video [1, 3, T, H, W], and the settings that they depend on."""
+
+    encode: Callable[[Tensor], dict[str, Tensor]]
+    settings: dict[str, Any]
+
+
+@DATASETS.register_module()
+class CachedVariableVideoTextDataset(VariableVideoTextDataset, FromCache):
+    """`VariableVideoTextDataset` with `moments` [2C, t, h, w] float32 in place of `video`, from what `tools.cache_features` wrote.
+
+    Buckets, captions and, in as many epochs as there are windows, also windows and crops are the same; later epochs repeat the
+    windows. A clip that could not be read is a bad file here too. Where a model reads conditioning frames as channels, a sample
+    also has `condition_latents` [K, C, t, h, w] of `condition_given` [K, t], and `image_features` [n L, D] if it reads these.
+
+    Args:
+        cache_dir: Folder that `tools.cache_features` wrote with the same settings, but for bucket_config, which may be smaller.
+        text: "captions": samples have `text`; "features": also the encoded caption, `y` [1, L, D] and `mask` [L].
+        vae_fingerprint: Of the VAE in use, which must be that of the cache. None: it is not checked.
+        conditions: What of conditioning frames is read, by training: `condition_settings` of the model. None: nothing.
+    """
+
+    def __init__(
+        self,
+        data_path: str,
+        bucket_config: Mapping[str, Mapping[Any, Any]],
+        cache_dir: str,
+        *,
+        text: Literal["captions", "features"] = "captions",
+        vae_fingerprint: str | None = None,
+        conditions: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if text not in ("captions", "features"):
+            raise UserError(f"text={text!r} is captions or features.")
+        self.cache_dir, self.remedy = Path(cache_dir), REMEDY.format(cache_dir)
+        self.files = RecordReader(self.cache_dir / FILES, remedy=self.remedy)
+        super().__init__(data_path, bucket_config, **options)
+        vae = {} if vae_fingerprint is None else {"vae": vae_fingerprint}
+        readers = {BUCKETS: self._find(BUCKETS, vae)}
+        if conditions is not None:
+            readers[CONDITIONS] = self._find(CONDITIONS, {**vae, "kinds": conditions["kinds"]})
+            if conditions["image_encoder"] is not None:
+                readers[IMAGES] = self._find(IMAGES, {name: conditions[name] for name in ("image_encoder", "frames")})
+        self.readers = readers
+        move_to_legal_sizes(self.buckets, _Multiples(*readers[BUCKETS].settings["size_multiples"]))
+        self.occurrence = occurrences_of_rows(self.table)  # [N]
+        self._refuse_resized(lambda row: self.files.read(self.table.name(row), ("source",))["source"])
+        self.windows = self._count_windows()
+        self._open_features(text)
+
+    def __getitem__(self, key: BucketKey) -> Item:
+        row, name = key.index, self._key(key)
+        if name in self.readers[BUCKETS] and (problem := self.readers[BUCKETS].read(name, ("problem",))["problem"]):
+            raise BadFile(problem)
+        if lacking := [part for part, reader in self.readers.items() if name not in reader]:
+            what = (
+                f"{self.table.path(row)} has no {' and '.join(lacking)} of {'x'.join(map(str, key[2:]))} in the cache"
+            )
+            raise UserError(f"{self.table.where(row)}: {what} {self.cache_dir}. {self.remedy}")
+        records = {part: reader.read(name) for part, reader in self.readers.items()}
+        moments, source = records[BUCKETS]["moments"], records[BUCKETS]["source"]
+        self._refuse_changed(row, source)
+        caption = draw_choice(self.table, self.seed, key.epoch, row, 1).caption
+        item = {
+            "moments": moments.float().clone(),
+            **self._describe(row, caption, key[2:], records[BUCKETS]["fps"], source),
+            "ar": torch.tensor(key.height / key.width, dtype=torch.float32),
+        }
+        if CONDITIONS in records:
+            item["condition_latents"] = records[CONDITIONS]["latents"].float().clone()
+            item["condition_given"] = records[CONDITIONS]["given"].clone()
+        if IMAGES in records:
+            item["image_features"] = records[IMAGES]["features"].float().clone()
+        return item
+
+    def pixels(self, key: BucketKey) -> Tensor:
+        """[3, T, H, W] in [-1, 1], what the moments of a sample were made of; a `UserError` where its file cannot be read."""
+        return super().__getitem__(key._replace(epoch=self._window(key)))["video"]
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the samples."""
+        settings = [sorted(reader.settings.items()) for reader in self.readers.values()]
+        more = (settings, self.windows, self.text and self.text.settings, self.flow and self.flow.fingerprint())
+        return hashlib.blake2b(repr((super().fingerprint(), more)).encode(), digest_size=16).hexdigest()
+
+    def _window(self, key: BucketKey) -> int:
+        return 0 if has_one_window(self, key.index, key.num_frames) else key.epoch % self.windows
+
+    def _key(self, key: BucketKey) -> str:
+        return record_key(self, key._replace(epoch=self._window(key)), self.occurrence[key.index])
+
+    def _find(self, part: str, own: Mapping[str, Any]) -> RecordReader:
+        """The folder of a part that was made with the settings of this dataset and `own`."""
+        expected = json.loads(json.dumps({**sample_settings(self), **own}))
+        found = settings_in(self.cache_dir, part)
+        wrong = {path: [k for k, v in expected.items() if other.get(k) != v] for path, other in found.items()}
+        if not found:
+            raise UserError(f"there is no cache of {part} in {self.cache_dir}. {self.remedy}")
+        nearest = min(found, key=lambda path: (len(wrong[path]), -(path / METADATA).stat().st_mtime))
+        refuse_other(nearest, {k: found[nearest].get(k) for k in expected}, expected, "settings", self.remedy)
+        return RecordReader(nearest, remedy=self.remedy)
+
+    def _count_windows(self) -> int:
+        """How many windows of every clip there are.
+
+        Raises:
+            UserError: there is not even one; names the rows.
+        """
+        checked = np.unique(
+            np.linspace(0, len(self.table) - 1, min(len(self.table), MAX_CHECKED_FILES)).round().astype(int)
+        )
+        sizes = [bucket[2:5] for bucket in self.buckets]
+        rows = set(checked.tolist())
+        wanted = [(row, sizes[i]) for row, i in _buckets_of_rows(self.reachable()) if row in rows]
+
+        def is_cached(row: int, size: Sequence[int], window: int) -> bool:
+            key, moments = record_key(self, BucketKey(window, row, *size), self.occurrence[row]), self.readers[BUCKETS]
+            if key not in moments:
+                return False
+            return all(key in reader for reader in self.readers.values()) or bool(
+                moments.read(key, ("problem",))["problem"]
+            )
+
+        if missing := [(row, size) for row, size in wanted if not is_cached(row, size, 0)]:
+            size = "x".join(map(str, missing[0][1]))
+            what = f"have samples that are not in the cache {self.cache_dir}, such as the first as {size}"
+            largest = set(dict(reversed(wanted)).items()) if self.bucket_choice == "drawn" else set()
+            hint = "It has the largest bucket of every clip: set dataset.bucket_choice='largest', or write the others. "
+            only_largest = bool(largest) and largest.isdisjoint(missing)
+            first = list(dict.fromkeys(row for row, _ in missing))
+            raise complain_about_rows(self.table, first, what, hint * only_largest + self.remedy)
+        several = [(row, size) for row, size in wanted if not has_one_window(self, row, size[0])]
+        windows = 1
+        while several and all(is_cached(row, size, windows) for row, size in several):
+            windows += 1
+        return windows
+
+    def _read_table(self, data_path: str, root: str | None, text_columns: Sequence[str]) -> Table:
+        """The rows that the table had when it was cached, whether their files are still there or not."""
+        allowed = self.bad_files.at_start
+        table = read_table(data_path, root, text_columns, check_files=False, max_bad_share=allowed)
+        names = [table.name(row) for row in range(len(table))]
+        if unknown := [row for row, name in enumerate(names) if name not in self.files]:
+            raise complain_about_rows(table, unknown, f"are not in the cache {self.cache_dir}", self.remedy)
+        gone = [row for row, name in enumerate(names) if self.files.read(name, ("problem",))["problem"] == LEFT_OUT]
+        if len(gone) > allowed * len(table):
+            raise complain_about_rows(table, gone, "name files that did not exist when they were cached", self.remedy)
+        return table.without(gone, "their files did not exist when they were cached") if gone else table
+
+    def _probe(self, row: int) -> VideoInfo:
+        record = self.files.read(self.table.name(row))
+        if record["problem"]:
+            raise BadFile(record["problem"])
+        return VideoInfo(*(record[name] for name in VideoInfo._fields))
+
+
+class _Multiples(NamedTuple):
+    """The sizes that a VAE takes, for `move_to_legal_sizes`, without the VAE; it checked the lengths when it encoded."""
+
+    height: int
+    width: int
+
+    def legal_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
+        height, width = (max(round(n / by), 1) * by for n, by in zip(size[1:], self, strict=True))
+        return size[0], height, width
+
+
+def sample_settings(dataset: VariableVideoTextDataset) -> dict[str, Any]:
+    """What decides the pixels of a sample next to its key and the table."""
+    decode = {name: value for name, value in asdict(dataset.decoding).items() if value != getattr(DEFAULT, name)}
+    names = ("frame_interval", "target_fps", "seed")
+    return {"transforms": list(dataset.transform_names), "decode": decode, **{n: getattr(dataset, n) for n in names}}
+
+
+def settings_in(cache_dir: Path, part: str) -> dict[Path, dict[str, Any]]:
+    """The folders of a part, and the settings of each."""
+    paths = sorted(path.parent for path in cache_dir.glob(f"{part}-*/{METADATA}"))
+    return {path: read_metadata(path, "Write the cache anew.")["settings"] for path in paths}
+
+
+def record_key(dataset: VariableVideoTextDataset, key: BucketKey, occurrence: int) -> str:
+    """The key of a sample, whose window is `key.epoch`.
+
+    It is made of what the window depends on, and the size: the path in the table, how many rows above have the same one, the
+    window's number, the frames that the clip has, by the table or the file, and frames x height x width.
+    """
+    frames = int(dataset.num_frames[key.index])
+    return f"{dataset.table.name(key.index)}\n{occurrence}\n{key.epoch}\n{frames}\n{'x'.join(map(str, key[2:]))}"
+
+
+def has_one_window(dataset: VariableVideoTextDataset, row: int, num_frames: int) -> bool:
+    """Whether a row gives the same frames and the same crop in every epoch, as far as that is known without its file."""
+    if "random_crop" in dataset.transform_names:
+        return False
+    needed = FrameRule(num_frames, dataset.frame_interval).needed
+    return num_frames == 1 or (dataset.target_fps is None and int(dataset.num_frames[row]) <= needed)
+
+
+def _buckets_of_rows(reachable: np.ndarray) -> list[tuple[int, int]]:
+    """The pairs of a row and a bucket in [N, n] bucket or NONE."""
+    rows, columns = np.nonzero(reachable != NONE)
+    return list(zip(rows.tolist(), reachable[rows, columns].tolist(), strict=True))
+
+
+@torch.inference_mode()
+def write_buckets(
+    dataset: VariableVideoTextDataset, encoders: Mapping[str, Encoder], job: Job, windows: int = 1
+) -> dict[str, Counts]:
+    """Encode the samples of a dataset in all buckets that they may be in, whose sizes must be legal by now; see `write_parts`.
+
+    Logs the samples of each bucket, and how many rows are dropped; CACHE/dropped.csv names these with their reasons. A file
+    that cannot be read is dropped too, unless the dataset's `bad_files` is "error".
+
+    Args:
+        encoders: By part: BUCKETS, and what else is wanted.
+        windows: How many of each clip.
+    """
+    table, occurrence = dataset.table, occurrences_of_rows(dataset.table)
+    drops_bad = dataset.bad_files.policy == "substitute"
+    problems: dict[str, str] = {}
+    done = {FILES: _write_files(table, job)}
+
+    settings = {
+        part: {**sample_settings(dataset), **encoder.settings, "dtype": job.dtype} for part, encoder in encoders.items()
+    }
+    folders = {part: _folder(part, each) for part, each in settings.items()}
+    if job.world.is_main:
+        for part, each in settings.items():
+            _say_what_changed(job.cache_dir, part, each, folders[part])
+
+    samples: dict[str, BucketKey] = {}
+    per_bucket: dict[int, list[str]] = {}
+    for row, index in _buckets_of_rows(dataset.reachable()):
+        size = dataset.buckets[index][2:5]
+        for window in range(1 if has_one_window(dataset, row, size[0]) else windows):
+            sample = BucketKey(window, row, *size)
+            samples[key := record_key(dataset, sample, occurrence[row])] = sample
+            per_bucket.setdefault(index, []).append(key)
+
+    def encode(key: str, lacking: Sequence[str]) -> dict[str, dict[str, Any]]:
+        sample = samples[key]
+        item = dataset[sample]
+        video, path, made = item["video"][None].to(job.world.device), table.path(sample.index), {}
+        for part in [part for part in encoders if folders[part] in lacking]:
+            values = encoders[part].encode(video)
+            made[folders[part]] = {
+                name: stored(value, job.dtype, path) if value.is_floating_point() else value
+                for name, value in values.items()
+            }
+        if folders[BUCKETS] in made:
+            made[folders[BUCKETS]] |= {"fps": float(item["fps"]), "problem": ""}
+        return made
+
+    def drop(key: str, error: UserError) -> dict[str, dict[str, Any]]:
+        problems[key] = str(error)
+        return {folders[BUCKETS]: {"moments": torch.empty(0), "fps": 0.0, "problem": str(error)}}
+
+    parts = [Part(folders[part], FEATURES[part], settings[part]) for part in encoders]
+    sources = {key: table.path(sample.index) for key, sample in samples.items()}
+    counts = write_parts(job, parts, encode, sources, drop if drops_bad else None)
+    if dist.is_initialized():
+        found: list[Any] = [None] * job.world.size
+        dist.all_gather_object(found, problems)
+        problems = {key: text for each in found for key, text in each.items()}
+    if job.world.is_main:
+        by_row = {samples[key].index: text for key, text in problems.items()}
+        _report(
+            dataset,
+            job.cache_dir,
+            {i: [key for key in keys if key not in problems] for i, keys in per_bucket.items()},
+            by_row,
+        )
+    return done | {part: counts[folders[part]] for part in encoders}
+
+
+def _write_files(table: Table, job: Job) -> Counts:
+    """CACHE/files: what is known of each file, also of those that do not exist."""
+    paths = {table.name(row): table.path(row) for row in range(len(table))}
+    absent: set[str] = set()
+    if table.left_out:
+        root = None if table.source.is_dir() else table.folder
+        every = read_table(table.source, root, (), check_files=False, max_bad_share=1.0)
+        absent = {every.name(row) for row in range(len(every))} - paths.keys()
+        paths |= {name: table.folder / name for name in absent}
+    nothing = {"num_frames": 0, "height": 0, "width": 0, "fps": 0.0}
+
+    def look(name: str, _: Sequence[str]) -> dict[str, dict[str, Any]]:
+        return {FILES: {**probe(paths[name])._asdict(), "problem": ""}}
+
+    def unreadable(name: str, error: UserError) -> dict[str, dict[str, Any]]:
+        return {FILES: {**nothing, "problem": LEFT_OUT if name in absent else str(error)}}
+
+    return write_parts(job, [Part(FILES, FILE_FEATURES, {})], look, paths, unreadable)[FILES]
+
+
+def _folder(part: str, settings: Mapping[str, Any]) -> str:
+    decides = {name: value for name, value in settings.items() if name not in NOT_HASHED}
+    return f"{part}-{hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=4).hexdigest()}"
+
+
+def _say_what_changed(cache_dir: Path, part: str, settings: Mapping[str, Any], folder: str) -> None:
+    others = settings_in(cache_dir, part)
+    if cache_dir / folder in others:
+        return
+    expected = json.loads(json.dumps(settings))
+    for path, other in others.items():
+        changed = [f"{n} was {other.get(n)}, is {expected[n]}" for n in expected if other.get(n) != expected[n]]
+        logger.info(
+            "%s: %s: encoded anew in %s; %s stays, for configs of before.", part, "; ".join(changed), folder, path
+        )
+
+
+def _report(
+    dataset: VariableVideoTextDataset, cache_dir: Path, kept: Mapping[int, Sequence[str]], bad: Mapping[int, str]
+) -> None:
+    """Log counts by bucket, and write what is dropped, and why."""
+    table = dataset.table
+    reasons = drop_reasons(dataset)
+    reasons[DropReason.CHANCE] = ("every entry that it could be in has probability 0", "Raise it.")
+    in_none, why = (dataset.reachable() == NONE).all(axis=1), dataset.assign(0).drop_reason
+    dropped = [(int(table.numbers[row]), table.name(row), text) for row, text in bad.items()]
+    for row in np.flatnonzero(in_none).tolist():
+        dropped.append((int(table.numbers[row]), table.name(row), ". ".join(reasons[DropReason(why[row])])))
+    if table.left_out:
+        total = len(table) + sum(table.left_out.values())
+        unread = sorted(set(range(total)) - set(table.numbers.tolist()))
+        dropped += [(row, "", " or ".join(table.left_out)) for row in unread]
+    with (cache_dir / DROPPED).open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(["row", "path", "reason"])
+        writer.writerows([row + 1, name, reason] for row, name, reason in sorted(dropped))
+    lines = [f"{'bucket':<28} {'clips':>8} {'samples':>8}"]
+    for index, keys in sorted(kept.items()):
+        clips = len({tuple(key.split("\n")[:2]) for key in keys})
+        lines.append(f"{dataset.buckets[index].name:<28} {clips:>8} {len(keys):>8}")
+    lines.append(f"{len(dropped)} rows dropped{f' ({cache_dir / DROPPED})' if dropped else ''}")
+    lines += first_few([f"  row {row + 1}: {reason}" for row, _, reason in sorted(dropped)])
+    logger.info("%s", "\n".join(lines))
