@@ -115,22 +115,16 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         full: Any = freeze(build_module(cfg.vae, MODELS), world.device)
         take_whole_patches(full, cfg.model)
         vae = SimpleNamespace(moments=full.sliced_moments, latent_size=full.latent_size, fingerprint=full.fingerprint)
-        dataset, of_moments = legal_dataset(dataset, full), job._replace(dtype=args.moments_dtype)
+        of_moments = job._replace(dtype=args.moments_dtype)
         if masks is not None:
             done = _write_buckets(cfg, dataset, full, masks, of_moments, args.epochs or 1)
         else:
-            done = _write_moments(dataset, vae, of_moments, args.epochs, args.chunk)
+            done = _write_moments(legal_dataset(dataset, full), vae, of_moments, args.epochs, args.chunk)
         del vae, full
     if "flow" in args.what or ("moments" in args.what and wants_flow(cfg.model)):
         done |= cached_flow(cfg, dataset, job, asked="flow" in args.what)
     if "text" in args.what:
-        encoder = build_module(text_encoder_of(cfg.text_encoder), MODELS).to(world.device)
-        if dataset.get("type") == RECORDS:
-            captions = RecordVideoTextDataset(str(dataset["data_path"])).all_captions()
-        else:
-            columns = dataset.get("text_columns", ("text",))
-            captions = captions_of(read_table(dataset["data_path"], dataset["root"], columns, check_files=False))
-        done[TEXT] = write_text(captions, encoder, job._replace(dtype=args.text_dtype), batch_size=args.batch)
+        done[TEXT] = _write_captions(cfg, dataset, job._replace(dtype=args.text_dtype), args.batch)
     return done
 
 
@@ -208,6 +202,17 @@ def check(folder: Path) -> list[str]:
     if not parts:
         raise UserError(f"--check: {folder} has no folder {', '.join(names)}; pass a cache's cache_dir.")
     return [problem for part in parts for problem in RecordReader(part, remedy="Run the tool again.").check()]
+
+
+def _write_captions(cfg: TrainConfig, dataset: Dataset, job: Job, batch: int) -> Counts:
+    encoder = build_module(text_encoder_of(cfg.text_encoder), MODELS).to(job.world.device)
+    if dataset.get("type") == RECORDS:
+        captions = RecordVideoTextDataset(str(dataset["data_path"])).all_captions()
+    else:
+        columns = dataset.get("text_columns", ("text",))
+        allowed = {"check_files": False, "max_bad_share": 1.0}  # training refuses too many
+        captions = captions_of(read_table(dataset["data_path"], dataset["root"], columns, **allowed))
+    return write_text(captions, encoder, job, batch_size=batch)
 
 
 def _write_buckets(

@@ -1,10 +1,17 @@
 """scripts/train.py cannot tell a cache from the encoders: the same losses, step by step."""
 
+import csv
 import json
 import sys
 
 import pytest
+import torch
 
+from opensora.checkpoint.load import complete_checkpoints
+from opensora.models.vae.video import DiffusersVideoVAE
+from opensora.registry import MODELS
+from tests.models.vaes import ARCHITECTURES
+from tests.scripts.runs import assert_same_run, logged
 from tools.cache_features import cache_features
 
 STEPS = ("--max-steps=6", "--ckpt-every=0")
@@ -51,3 +58,79 @@ def test_losses_from_a_cache_are_those_of_training_on_the_fly(train, train_with,
     assert clips == pytest.approx(fly, rel=1e-6)  # frames are encoded in other groups
     words = losses(train_with(encoder, *options, name="words"))  # pixels, with the cached encoder
     assert words == fly
+
+
+WAN = {
+    "type": "Wan", "in_channels": 4, "hidden_size": 24, "depth": 1, "num_heads": 2, "ffn_dim": 32,
+    "caption_channels": 16, "model_max_length": 12, "condition_channels": 8, "image_dim": 20,
+}  # fmt: skip
+SIZES = {  # three sizes, two lengths
+    "48x64": {9: ((0.7, 0.6), 2), 5: (0.6, 2)},
+    "32x48": {9: ((0.7, 0.6), 2), 5: (0.6, 3)},
+    "32x32": {9: ((1.0, 0.6), 3), 5: (1.0, 2)},
+}
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory, toy_encoders, clips_csv):
+    """A config of a tiny Wan 2.1 that makes videos from images, as a LoRA over buckets of three sizes and two lengths."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    folder = tmp_path_factory.mktemp("wan")
+    torch.manual_seed(0)
+    architecture = {"type": "AutoencoderKLWan", **ARCHITECTURES["AutoencoderKLWan"]}
+    DiffusersVideoVAE(architecture=architecture).save_pretrained(folder / "vae")
+    vision = {"hidden_size": 20, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    CLIPVisionModel(CLIPVisionConfig(**vision, patch_size=14)).save_pretrained(folder / "clip" / "image_encoder")
+    CLIPImageProcessor().save_pretrained(folder / "clip" / "image_processor")
+    MODELS.build(WAN).net.save_pretrained(folder / "transformer")
+    with clips_csv.open(newline="") as file:
+        rows = list(csv.DictReader(file))[::3]
+    columns = ("path", "text", "text_2", "num_frames", "height", "width")
+    with (folder / "clips.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows({name: row[name] for name in columns} for row in rows)
+    fields = {
+        "dataset": {"type": "VariableVideoTextDataset", "text_columns": ["text", "text_2"], "root": str(clips_csv.parent)},
+        "data_path": str(folder / "clips.csv"), "bucket_config": SIZES, "frame_interval": 2, "num_workers": 0,
+        "dtype": "fp32", "device": "cpu", "model": {**WAN, "from_pretrained": str(folder / "transformer")},
+        "vae": {"type": "DiffusersVideoVAE", "from_pretrained": str(folder / "vae")},
+        "text_encoder": {"type": "hf", "from_pretrained": str(toy_encoders["text"]), "model_max_length": 12},
+        "image_encoder": {"type": "clip-vision", "from_pretrained": str(folder / "clip")},
+        "scheduler": {"type": "rflow"}, "lora": {"rank": 4, "alpha": 4, "target_modules": "all-linear"}, "seed": 7,
+        "max_steps": 12, "log_every": 1, "ckpt_every": 6, "lr": 1e-3,
+    }  # fmt: skip
+    path = folder / "wan.py"
+    path.write_text('"""Toy."""\n' + "".join(f"{name} = {value!r}\n" for name, value in fields.items()))
+    return path
+
+
+@pytest.fixture
+def train_wan(train_script, wan, tmp_path, monkeypatch):
+    def run(*options: str, name: str):
+        monkeypatch.setattr(
+            sys, "argv", ["train.py", str(wan), f"--outputs={tmp_path}", f"--exp-name={name}", *options]
+        )
+        train_script.main()
+        return tmp_path / name
+
+    return run
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_wan_lora_trains_from_cached_buckets_as_from_the_videos(train_wan, wan, tmp_path):
+    fly = train_wan(name="fly")
+    done = cache_features([str(wan), f"--cache-dir={tmp_path}/cache", "--epochs=3", "--moments-dtype=fp32"])
+    assert done["buckets"] == done["conditions"] == done["images"]
+    stored = ("--dataset.type=CachedVariableVideoTextDataset", f"--dataset.cache_dir={tmp_path}/cache")
+    cached = train_wan(*stored, name="cached")
+    used = [set(entry) for entry in logged(fly, "buckets")]
+    assert len(set().union(*used)) == 6
+    assert [set(entry) for entry in logged(cached, "buckets")] == used
+    assert max(logged(fly, "epoch")) > 0
+    assert losses(cached) == pytest.approx(losses(fly), rel=1e-6)
+    rest = train_wan(*stored, f"--load={complete_checkpoints(cached)[0]}", "--num-workers=2", name="rest")
+    assert_same_run(cached, rest)
+    assert losses(cached)[6:] == losses(rest)
