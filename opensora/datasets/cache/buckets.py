@@ -379,7 +379,10 @@ def _report(
     reasons = drop_reasons(dataset)
     reasons[DropReason.CHANCE] = ("every entry that it could be in has probability 0", "Raise it.")
     in_none, why = (dataset.reachable() == NONE).all(axis=1), dataset.assign(0).drop_reason
-    dropped = [(int(table.numbers[row]), table.name(row), text) for row, text in bad.items()]
+    dropped = [
+        (int(table.numbers[row]), table.name(row), text.removeprefix(f"{table.where(row)}: "))
+        for row, text in bad.items()
+    ]
     for row in np.flatnonzero(in_none).tolist():
         dropped.append((int(table.numbers[row]), table.name(row), ". ".join(reasons[DropReason(why[row])])))
     if table.left_out:
