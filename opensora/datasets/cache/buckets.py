@@ -186,10 +186,10 @@ class CachedVariableVideoTextDataset(VariableVideoTextDataset, FromCache):
             size = "x".join(map(str, missing[0][1]))
             what = f"have samples that are not in the cache {self.cache_dir}, such as the first as {size}"
             largest = set(dict(reversed(wanted)).items()) if self.bucket_choice == "drawn" else set()
-            hint = "It has the largest bucket of every clip: set dataset.bucket_choice='largest', or write the others. "
+            hint = " Or, as it has the largest bucket of every clip, set dataset.bucket_choice='largest'."
             only_largest = bool(largest) and largest.isdisjoint(missing)
             first = list(dict.fromkeys(row for row, _ in missing))
-            raise complain_about_rows(self.table, first, what, hint * only_largest + self.remedy)
+            raise complain_about_rows(self.table, first, what, self.remedy + hint * only_largest)
         several = [(row, size) for row, size in wanted if not has_one_window(self, row, size[0])]
         windows = 1
         while several and all(is_cached(row, size, windows) for row, size in several):

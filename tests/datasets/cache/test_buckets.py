@@ -116,7 +116,7 @@ def test_every_bucket_that_a_clip_may_be_in_is_cached_and_counted(table, tmp_pat
 def test_the_largest_bucket_alone_must_be_asked_for_in_training(table, tmp_path):
     assert write(videos(table, bucket_choice="largest"), tmp_path / "cache")["buckets"] == (6, 0)
     with pytest.raises(
-        UserError, match=r"5 of 6 rows have samples that are not in the cache .*set dataset.bucket_choice='largest'"
+        UserError, match=r"(?s)5 of 6 rows have samples that are not in the cache .*set dataset.bucket_choice='largest'"
     ):
         cached(table, tmp_path / "cache")
     assert len(keys_of(cached(table, tmp_path / "cache", bucket_choice="largest"), 0)) == 6
@@ -127,7 +127,7 @@ def test_another_bucket_config_encodes_what_is_new(table, tmp_path):
     write(videos(table), tmp_path / "cache")
     more = {**CONFIG, "16x24,24x16": {**CONFIG["16x24,24x16"], 7: ((1.0, 0.5), 1)}}
     with pytest.raises(
-        UserError, match=r"rows have samples that are not in the cache .*such as the first as 7x16x24.*cache_features"
+        UserError, match=r"(?s)rows have samples that are not in the cache .*such as the first as 7x16x24.*cache_features"
     ):
         cached(table, tmp_path / "cache", more)
     before = {"16x24,24x16": CONFIG["16x24,24x16"]}
