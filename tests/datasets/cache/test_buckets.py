@@ -127,7 +127,8 @@ def test_another_bucket_config_encodes_what_is_new(table, tmp_path):
     write(videos(table), tmp_path / "cache")
     more = {**CONFIG, "16x24,24x16": {**CONFIG["16x24,24x16"], 7: ((1.0, 0.5), 1)}}
     with pytest.raises(
-        UserError, match=r"(?s)rows have samples that are not in the cache .*such as the first as 7x16x24.*cache_features"
+        UserError,
+        match=r"(?s)rows have samples that are not in the cache .*such as the first as 7x16x24.*cache_features",
     ):
         cached(table, tmp_path / "cache", more)
     before = {"16x24,24x16": CONFIG["16x24,24x16"]}
