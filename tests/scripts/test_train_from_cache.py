@@ -11,14 +11,19 @@ from opensora.checkpoint.load import complete_checkpoints
 from opensora.models.vae.video import DiffusersVideoVAE
 from opensora.registry import MODELS
 from tests.models.vaes import ARCHITECTURES
-from tests.scripts.runs import assert_same_run, logged
+from tests.scripts.runs import all_losses, assert_same_run
 from tools.cache_features import cache_features
 
 STEPS = ("--max-steps=6", "--ckpt-every=0")
 
 
+def entries_of(run, name):
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [entry[name] for entry in entries if name in entry]
+
+
 def losses(run):
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return entries_of(run, "loss")
 
 
 @pytest.fixture
@@ -118,19 +123,43 @@ def train_wan(train_script, wan, tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def wan_cache(wan):
+    """Of three windows of each clip."""
+    done = cache_features([str(wan), f"--cache-dir={wan.parent}/cache", "--epochs=3", "--moments-dtype=fp32"])
+    assert done["buckets"] == done["conditions"] == done["images"]
+    return ["--dataset.type=CachedVariableVideoTextDataset", f"--dataset.cache_dir={wan.parent}/cache"]
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_wan_lora_trains_from_cached_buckets_as_from_the_videos(train_wan, wan, tmp_path):
-    fly = train_wan(name="fly")
-    done = cache_features([str(wan), f"--cache-dir={tmp_path}/cache", "--epochs=3", "--moments-dtype=fp32"])
-    assert done["buckets"] == done["conditions"] == done["images"]
-    stored = ("--dataset.type=CachedVariableVideoTextDataset", f"--dataset.cache_dir={tmp_path}/cache")
-    cached = train_wan(*stored, name="cached")
-    used = [set(entry) for entry in logged(fly, "buckets")]
+def test_a_wan_lora_trains_from_cached_buckets_as_from_the_videos(train_wan, wan, wan_cache):
+    held_out = (
+        "--val-every=12",
+        f"--val-data-path={wan.parent}/clips.csv",
+        "--val-num-samples=3",
+        "--val-num-timesteps=1",
+    )
+    fly = train_wan(*held_out, name="fly")
+    used = [set(entry) for entry in entries_of(fly, "buckets")]
     assert len(set().union(*used)) == 6
-    assert [set(entry) for entry in logged(cached, "buckets")] == used
-    assert max(logged(fly, "epoch")) > 0
-    assert losses(cached) == pytest.approx(losses(fly), rel=1e-6)
-    rest = train_wan(*stored, f"--load={complete_checkpoints(cached)[0]}", "--num-workers=2", name="rest")
+    cached = train_wan(*wan_cache, *held_out, name="cached")
+    assert [set(entry) for entry in entries_of(cached, "buckets")] == used
+    assert max(entries_of(fly, "epoch")) > 1
+    expected = all_losses(fly)
+    assert any(name.startswith("val/") for name, _ in expected)
+    assert [name for name, _ in all_losses(cached)] == [name for name, _ in expected]
+    assert [loss for _, loss in all_losses(cached)] == pytest.approx([loss for _, loss in expected], rel=1e-6)
+    rest = train_wan(*wan_cache, f"--load={complete_checkpoints(cached)[0]}", "--num-workers=2", name="rest")
     assert_same_run(cached, rest)
     assert losses(cached)[6:] == losses(rest)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_train_from_cached_buckets_as_from_the_videos(run_ranks, wan, wan_cache, tmp_path):
+    options = (wan, f"--outputs={tmp_path}", "--max-steps=4")
+    run_ranks("scripts/train.py", *options, "--exp-name=fly")
+    run_ranks("scripts/train.py", *options, "--exp-name=cached", *wan_cache)
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "fly"), rel=1e-6)
