@@ -210,8 +210,10 @@ def _write_captions(cfg: TrainConfig, dataset: Dataset, job: Job, batch: int) ->
         captions = RecordVideoTextDataset(str(dataset["data_path"])).all_captions()
     else:
         columns = dataset.get("text_columns", ("text",))
-        allowed = {"check_files": False, "max_bad_share": 1.0}  # training refuses too many
-        captions = captions_of(read_table(dataset["data_path"], dataset["root"], columns, **allowed))
+        path, root = dataset["data_path"], dataset["root"]
+        captions = captions_of(
+            read_table(path, root, columns, check_files=False, max_bad_share=1.0)
+        )  # training refuses too many
     return write_text(captions, encoder, job, batch_size=batch)
 
 

@@ -189,7 +189,7 @@ def _sizes_and_rates(
     if missing:
         columns = "num_frames, height, width and fps" if with_fps else "num_frames, height and width"
         logger.info(
-            "%s: opening %d files for their size; columns %s would save this.", table.source, len(missing), columns
+            "%s: looking up the size of %d files; columns %s would save this.", table.source, len(missing), columns
         )
     for row in progress_bar(missing, desc="reading sizes", unit="file", disable=len(missing) < 1000):
         try:

@@ -126,6 +126,11 @@ def condition_settings(model: Mapping[str, Any], masks: MaskRatios, image_encode
     """What a cache of a config's conditioning frames depends on, next to the VAE; None: its denoiser takes none as channels."""
     if (frames := required_frames_of(model)) is None:
         return None
+    if image_encoder is not None and not hasattr(image_encoder, "fingerprint"):
+        raise UserError(
+            f"{type(image_encoder).__name__} has no fingerprint(), by which its features in a cache are known: add one, or train from the "
+            "videos."
+        )
     return {
         "kinds": masks.kinds,
         "frames": list(frames),

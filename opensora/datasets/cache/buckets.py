@@ -14,7 +14,7 @@ import csv
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,6 +28,7 @@ from opensora.datasets.buckets.bucket import NONE, DropReason, move_to_legal_siz
 from opensora.datasets.cache.dataset import FromCache
 from opensora.datasets.cache.moments import REMEDY, Counts, Job, Part, occurrences_of_rows, stored, write_parts
 from opensora.datasets.cache.records import METADATA, RecordReader, read_metadata, refuse_other
+from opensora.datasets.dataloader import MIN_SAMPLES
 from opensora.datasets.datasets import Item, draw_choice
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.summary import drop_reasons
@@ -270,11 +271,14 @@ def write_buckets(
     """Encode the samples of a dataset in all buckets that they may be in, whose sizes must be legal by now; see `write_parts`.
 
     Logs the samples of each bucket, and how many rows are dropped; CACHE/dropped.csv names these with their reasons. A file
-    that cannot be read is dropped too, unless the dataset's `bad_files` is "error".
+    that cannot be read is dropped too, unless the dataset's `bad_files` is "error", and tried again by the next call.
 
     Args:
         encoders: By part: BUCKETS, and what else is wanted.
         windows: How many of each clip.
+
+    Raises:
+        UserError: more clips than `max_bad_share` cannot be read.
     """
     table, occurrence = dataset.table, occurrences_of_rows(dataset.table)
     drops_bad = dataset.bad_files.policy == "substitute"
@@ -298,10 +302,11 @@ def write_buckets(
             samples[key := record_key(dataset, sample, occurrence[row])] = sample
             per_bucket.setdefault(index, []).append(key)
 
-    def encode(key: str, lacking: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def encode(key: str, lacking: Collection[str]) -> dict[str, dict[str, Any]]:
         sample = samples[key]
         item = dataset[sample]
-        video, path, made = item["video"][None].to(job.world.device), table.path(sample.index), {}
+        video, path = item["video"][None].to(job.world.device), table.path(sample.index)
+        made: dict[str, dict[str, Any]] = {}
         for part in [part for part in encoders if folders[part] in lacking]:
             values = encoders[part].encode(video)
             made[folders[part]] = {
@@ -323,13 +328,20 @@ def write_buckets(
         found: list[Any] = [None] * job.world.size
         dist.all_gather_object(found, problems)
         problems = {key: text for each in found for key, text in each.items()}
+    by_row = {samples[key].index: text for key, text in problems.items()}
     if job.world.is_main:
-        by_row = {samples[key].index: text for key, text in problems.items()}
         _report(
             dataset,
             job.cache_dir,
             {i: [key for key in keys if key not in problems] for i, keys in per_bucket.items()},
             by_row,
+        )
+    least = max(len(table), MIN_SAMPLES)
+    if len(by_row) > dataset.bad_files.max_share * least:
+        first = next(iter(by_row.values()))
+        raise UserError(
+            f"{len(by_row)} of {len(table)} clips cannot be read, more than max_bad_share={dataset.bad_files.max_share:g} of {least}; the "
+            f"first: {first}\nThe others are cached. Mend the table and run this again, or raise dataset.max_bad_share."
         )
     return done | {part: counts[folders[part]] for part in encoders}
 
@@ -345,7 +357,7 @@ def _write_files(table: Table, job: Job) -> Counts:
         paths |= {name: table.folder / name for name in absent}
     nothing = {"num_frames": 0, "height": 0, "width": 0, "fps": 0.0}
 
-    def look(name: str, _: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def look(name: str, _: Collection[str]) -> dict[str, dict[str, Any]]:
         return {FILES: {**probe(paths[name])._asdict(), "problem": ""}}
 
     def unreadable(name: str, error: UserError) -> dict[str, dict[str, Any]]:

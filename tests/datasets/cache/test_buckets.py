@@ -232,6 +232,11 @@ def test_what_cannot_be_read_is_dropped_with_its_reason_and_replaced_as_in_train
     with pytest.raises(UserError, match=r"gone\.mp4"):
         cached(path, tmp_path / "cache")
     (table.parent / "broken.mp4").write_bytes(whole[:-200])
+    many = videos(write_table([*rows[:2], *rows[2:3] * 6], "many.csv"), one)
+    with pytest.raises(
+        UserError, match=r"6 of 8 clips cannot be read, more than max_bad_share=0.05 of 100; .*broken\.mp4"
+    ):
+        write(many, tmp_path / "many")
     with pytest.raises(UserError, match=r"broken\.mp4"):
         write(videos(write_table(rows[:3], "strict.csv"), bad_files="error"), tmp_path / "strict")
 
