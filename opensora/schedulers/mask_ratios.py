@@ -84,7 +84,7 @@ class MaskRatios:
         """
         if drawn := [kind for kind in self.kinds if kind not in FIXED_KINDS]:
             raise UserError(
-                f"mask_ratios: {', '.join(drawn)} draws the conditioning frames anew in each step, so their latents cannot be "
+                f"mask_ratios: with {', '.join(drawn)} the conditioning frames are drawn anew in each step, so their latents cannot be "
                 f"cached: train from the videos, or with {', '.join(FIXED_KINDS)} alone."
             )
         masks = [MaskRatios({kind: 1.0}).draw(num_frames, torch.Generator()) for kind in self.kinds]

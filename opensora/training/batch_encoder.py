@@ -152,7 +152,7 @@ def stored_condition(batch: Mapping[str, Any], given: Tensor) -> Tensor:
     """
     remedy = (
         "`python -m tools.cache_features` stores them for a config with buckets, whose dataset is then a "
-        "CachedVariableVideoTextDataset; or train from the videos."
+        "CachedVariableVideoTextDataset; or train from the videos, with data_path naming their table."
     )
     if "condition_latents" not in batch:
         raise UserError(

@@ -215,7 +215,7 @@ def test_the_choices_of_the_config_reach_the_cache(folder):
         assert (found["use_image_transform"], found["decode"]) == (True, {"colors": "fast"})
 
 
-BUCKETS = "{'32x48': {4: ((1.0, 0.5), 1), 2: (0.5, 2)}, '16x24': {2: (1.0, 2)}}"
+BUCKETS = "{'33x47': {4: ((1.0, 0.5), 1), 2: (0.5, 2)}, '16x24': {2: (1.0, 2)}}"
 
 
 def write_buckets(folder, type="VariableVideoTextDataset", **arguments) -> str:
@@ -236,6 +236,7 @@ def test_buckets_of_a_config_are_read_by_its_cached_dataset(folder, clips_csv, m
     cfg = parse_config(TrainConfig, COMPONENTS, [config, *cached])
     vae = VideoAutoencoderKL(str(folder / "vae")).eval()
     stored = DATASETS.build(cfg.dataset, vae_fingerprint=vae.fingerprint())
+    assert stored.buckets[0][3:5] == (32, 48)  # which the VAE takes
     videos = DATASETS.build(parse_config(TrainConfig, COMPONENTS, [config]).dataset)
     for epoch in range(2):
         for row, index in enumerate(stored.assign(epoch).bucket.tolist()):
@@ -251,7 +252,7 @@ def test_buckets_of_a_config_are_read_by_its_cached_dataset(folder, clips_csv, m
 def test_conditions_that_are_drawn_anew_are_refused_before_anything_is_encoded(folder, ratios):
     config = write_buckets(folder, data_path=folder / "clips.csv")
     wan = ["--model", "dict(type='Wan', condition_channels=8)", f"--mask-ratios={{'{ratios}': 0.5}}"]
-    with pytest.raises(UserError, match=f"mask_ratios: {ratios} draws the conditioning frames anew"):
+    with pytest.raises(UserError, match=f"with {ratios} the conditioning frames are drawn anew"):
         cache_features([config, *wan, f"--cache-dir={folder / 'cache'}", "--vae.from_pretrained=nowhere"])
     assert not (folder / "cache").exists()
 

@@ -12,6 +12,7 @@ what was made with others stays, and a config that comes back to them finds it.
 
 import csv
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,7 +55,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     },  # [K, C, t, h, w], and of which frames [K, t]
     IMAGES: {"features": "tensor", "source": "string"},  # [n L, D]
 }
-LEFT_OUT = "the table was read without it"  # the problem of a file that does not exist
 NOT_HASHED = ("dtype", "size_multiples")  # settings that a folder has, and keys are not different for
 DROPPED = "dropped.csv"
 
@@ -111,28 +111,26 @@ class CachedVariableVideoTextDataset(VariableVideoTextDataset, FromCache):
         self._open_features(text)
 
     def __getitem__(self, key: BucketKey) -> Item:
-        row, name = key.index, self._key(key)
-        if name in self.readers[BUCKETS] and (problem := self.readers[BUCKETS].read(name, ("problem",))["problem"]):
-            raise BadFile(problem)
+        row, name, moments = key.index, self._key(key), self.readers[BUCKETS]
+        found = moments.read(name) if name in moments else {"problem": ""}
+        if found["problem"]:
+            raise BadFile(found["problem"])
         if lacking := [part for part, reader in self.readers.items() if name not in reader]:
-            what = (
-                f"{self.table.path(row)} has no {' and '.join(lacking)} of {'x'.join(map(str, key[2:]))} in the cache"
-            )
-            raise UserError(f"{self.table.where(row)}: {what} {self.cache_dir}. {self.remedy}")
-        records = {part: reader.read(name) for part, reader in self.readers.items()}
-        moments, source = records[BUCKETS]["moments"], records[BUCKETS]["source"]
-        self._refuse_changed(row, source)
+            what = f"has no {' and '.join(lacking)} of {'x'.join(map(str, key[2:]))} in the cache {self.cache_dir}"
+            raise UserError(f"{self.table.where(row)}: {self.table.path(row)} {what}. {self.remedy}")
+        self._refuse_changed(row, found["source"])
         caption = draw_choice(self.table, self.seed, key.epoch, row, 1).caption
         item = {
-            "moments": moments.float().clone(),
-            **self._describe(row, caption, key[2:], records[BUCKETS]["fps"], source),
+            "moments": found["moments"].float().clone(),
+            **self._describe(row, caption, key[2:], found["fps"], found["source"]),
             "ar": torch.tensor(key.height / key.width, dtype=torch.float32),
         }
-        if CONDITIONS in records:
-            item["condition_latents"] = records[CONDITIONS]["latents"].float().clone()
-            item["condition_given"] = records[CONDITIONS]["given"].clone()
-        if IMAGES in records:
-            item["image_features"] = records[IMAGES]["features"].float().clone()
+        if CONDITIONS in self.readers:
+            condition = self.readers[CONDITIONS].read(name)
+            item["condition_latents"] = condition["latents"].float().clone()
+            item["condition_given"] = condition["given"].clone()
+        if IMAGES in self.readers:
+            item["image_features"] = self.readers[IMAGES].read(name)["features"].float().clone()
         return item
 
     def pixels(self, key: BucketKey) -> Tensor:
@@ -168,46 +166,42 @@ class CachedVariableVideoTextDataset(VariableVideoTextDataset, FromCache):
         Raises:
             UserError: there is not even one; names the rows.
         """
-        checked = np.unique(
-            np.linspace(0, len(self.table) - 1, min(len(self.table), MAX_CHECKED_FILES)).round().astype(int)
-        )
-        sizes = [bucket[2:5] for bucket in self.buckets]
-        rows = set(checked.tolist())
+        checked = np.linspace(0, len(self.table) - 1, min(len(self.table), MAX_CHECKED_FILES)).round().astype(int)
+        sizes, rows, moments = [bucket[2:5] for bucket in self.buckets], set(checked.tolist()), self.readers[BUCKETS]
         wanted = [(row, sizes[i]) for row, i in _buckets_of_rows(self.reachable()) if row in rows]
 
-        def is_cached(row: int, size: Sequence[int], window: int) -> bool:
-            key, moments = record_key(self, BucketKey(window, row, *size), self.occurrence[row]), self.readers[BUCKETS]
-            if key not in moments:
-                return False
-            return all(key in reader for reader in self.readers.values()) or bool(
-                moments.read(key, ("problem",))["problem"]
-            )
+        def lacking(samples: Sequence[tuple[int, Any]], window: int) -> list[tuple[int, Any]]:
+            keys = [record_key(self, BucketKey(window, row, *size), self.occurrence[row]) for row, size in samples]
+            complete = np.logical_and.reduce([reader.present(keys) for reader in self.readers.values()])
+            incomplete = [(samples[i], keys[i]) for i in np.flatnonzero(~complete).tolist()]
+            # of a bad file there is nothing but its problem
+            return [s for s, key in incomplete if key not in moments or not moments.read(key, ("problem",))["problem"]]
 
-        if missing := [(row, size) for row, size in wanted if not is_cached(row, size, 0)]:
+        if missing := lacking(wanted, 0):
             size = "x".join(map(str, missing[0][1]))
             what = f"have samples that are not in the cache {self.cache_dir}, such as the first as {size}"
-            largest = set(dict(reversed(wanted)).items()) if self.bucket_choice == "drawn" else set()
+            largest = dict(reversed(wanted)).items() if self.bucket_choice == "drawn" else set(wanted)
             hint = " Or, as it has the largest bucket of every clip, set dataset.bucket_choice='largest'."
-            only_largest = bool(largest) and largest.isdisjoint(missing)
             first = list(dict.fromkeys(row for row, _ in missing))
-            raise complain_about_rows(self.table, first, what, self.remedy + hint * only_largest)
+            raise complain_about_rows(self.table, first, what, self.remedy + hint * largest.isdisjoint(missing))
         several = [(row, size) for row, size in wanted if not has_one_window(self, row, size[0])]
-        windows = 1
-        while several and all(is_cached(row, size, windows) for row, size in several):
-            windows += 1
-        return windows
+        return next(window for window in itertools.count(1) if not several or lacking(several, window))
 
     def _read_table(self, data_path: str, root: str | None, text_columns: Sequence[str]) -> Table:
         """The rows that the table had when it was cached, whether their files are still there or not."""
         allowed = self.bad_files.at_start
         table = read_table(data_path, root, text_columns, check_files=False, max_bad_share=allowed)
-        names = [table.name(row) for row in range(len(table))]
-        if unknown := [row for row, name in enumerate(names) if name not in self.files]:
-            raise complain_about_rows(table, unknown, f"are not in the cache {self.cache_dir}", self.remedy)
-        gone = [row for row, name in enumerate(names) if self.files.read(name, ("problem",))["problem"] == LEFT_OUT]
+        names = table.rows["path"].tolist()
+        known = self.files.present(names)
+        gone = np.flatnonzero(~known & self.files.present(map(_left_out, names)))
+        known[gone] = True
+        if not known.all():
+            what = f"are not in the cache {self.cache_dir}"
+            raise complain_about_rows(table, np.flatnonzero(~known).tolist(), what, self.remedy)
+        what = "their files did not exist when they were cached"
         if len(gone) > allowed * len(table):
-            raise complain_about_rows(table, gone, "name files that did not exist when they were cached", self.remedy)
-        return table.without(gone, "their files did not exist when they were cached") if gone else table
+            raise complain_about_rows(table, gone, f"are not in the cache {self.cache_dir}: {what}", self.remedy)
+        return table.without(gone, what) if len(gone) else table
 
     def _probe(self, row: int) -> VideoInfo:
         record = self.files.read(self.table.name(row))
@@ -238,6 +232,11 @@ def settings_in(cache_dir: Path, part: str) -> dict[Path, dict[str, Any]]:
     """The folders of a part, and the settings of each."""
     paths = sorted(path.parent for path in cache_dir.glob(f"{part}-*/{METADATA}"))
     return {path: read_metadata(path, "Write the cache anew.")["settings"] for path in paths}
+
+
+def _left_out(name: str) -> str:
+    """The key in CACHE/files of a file that did not exist, so that its rows were left out."""
+    return f"{name}\nleft out"
 
 
 def record_key(dataset: VariableVideoTextDataset, key: BucketKey, occurrence: int) -> str:
@@ -349,19 +348,17 @@ def write_buckets(
 def _write_files(table: Table, job: Job) -> Counts:
     """CACHE/files: what is known of each file, also of those that do not exist."""
     paths = {table.name(row): table.path(row) for row in range(len(table))}
-    absent: set[str] = set()
     if table.left_out:
         root = None if table.source.is_dir() else table.folder
         every = read_table(table.source, root, (), check_files=False, max_bad_share=1.0)
-        absent = {every.name(row) for row in range(len(every))} - paths.keys()
-        paths |= {name: table.folder / name for name in absent}
+        paths |= {_left_out(name): every.folder / name for name in {*every.rows["path"]} - paths.keys()}
     nothing = {"num_frames": 0, "height": 0, "width": 0, "fps": 0.0}
 
-    def look(name: str, _: Collection[str]) -> dict[str, dict[str, Any]]:
-        return {FILES: {**probe(paths[name])._asdict(), "problem": ""}}
+    def look(key: str, _: Collection[str]) -> dict[str, dict[str, Any]]:
+        return {FILES: {**probe(paths[key])._asdict(), "problem": ""}}
 
-    def unreadable(name: str, error: UserError) -> dict[str, dict[str, Any]]:
-        return {FILES: {**nothing, "problem": LEFT_OUT if name in absent else str(error)}}
+    def unreadable(_: str, error: UserError) -> dict[str, dict[str, Any]]:
+        return {FILES: {**nothing, "problem": str(error)}}
 
     return write_parts(job, [Part(FILES, FILE_FEATURES, {})], look, paths, unreadable)[FILES]
 

@@ -70,8 +70,8 @@ class ImageConditions:
         if self.image_dim is not None:
             tokens = IMAGE_TOKENS * len(self.required_frames or ())
             if features is None or features.shape[1] != tokens:
-                found = "none" if features is None else features.shape[1]
-                raise UserError(f"the image features have {found} tokens of a clip's images, Wan takes {tokens}.")
+                found = 0 if features is None else features.shape[1]
+                raise UserError(f"Wan takes {tokens} tokens of features of a clip's images, and there are {found}.")
             condition["image_features"] = features
         return condition
 

@@ -16,6 +16,7 @@ from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.dataloader import read_or_substitute
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
+from opensora.datasets.video.files import BadFile
 from opensora.utils.errors import UserError
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -239,6 +240,21 @@ def test_what_cannot_be_read_is_dropped_with_its_reason_and_replaced_as_in_train
         write(many, tmp_path / "many")
     with pytest.raises(UserError, match=r"broken\.mp4"):
         write(videos(write_table(rows[:3], "strict.csv"), bad_files="error"), tmp_path / "strict")
+
+
+def test_a_file_that_could_not_be_read_is_tried_again(table, tmp_path):
+    """Also where it is the same file: what failed may have been the storage."""
+
+    def fail(video):
+        raise BadFile("a.mp4 is away")
+
+    one = {"32x48": {9: (1.0, 2)}}
+    write(videos(table, one), tmp_path / "cache", **{BUCKETS: encoder()._replace(encode=fail)})
+    stored = cached(table, tmp_path / "cache", one)
+    with pytest.raises(BadFile, match="is away"):
+        stored[keys_of(stored, 0)[0]]
+    assert write(videos(table, one), tmp_path / "cache")["buckets"] == (3, 0)
+    assert_same(videos(table, one), cached(table, tmp_path / "cache", one), epochs=1, windows=1)
 
 
 def test_rows_that_are_new_are_refused(table, tmp_path, write_table):
