@@ -56,6 +56,7 @@ from opensora.datasets.cache.moments import (
 from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
 from opensora.datasets.cache.records import METADATA, RecordReader
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
+from opensora.datasets.dataloader import bounded_prefetch
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
@@ -244,7 +245,9 @@ def _write_buckets(
         encoders[IMAGES] = Encoder(
             lambda video: {"features": image_features(images, video, conditions["frames"])[0]}, of_images
         )
-    return write_buckets(source, encoders, job, windows)
+    largest = max(bucket.num_frames * bucket.height * bucket.width * 12 for bucket in source.buckets)  # fp32
+    threads, _ = bounded_prefetch(cfg.num_workers, largest, cfg.prefetch_gib)
+    return write_buckets(source, encoders, job._replace(threads=threads), windows)
 
 
 def _write_moments(dataset: Dataset, vae: Any, job: Job, epochs: int, chunk: int) -> dict[str, Counts]:

@@ -112,7 +112,7 @@ class CachedVariableVideoTextDataset(VariableVideoTextDataset, FromCache):
 
     def __getitem__(self, key: BucketKey) -> Item:
         row, name, moments = key.index, self._key(key), self.readers[BUCKETS]
-        found = moments.read(name) if name in moments else {"problem": ""}
+        found: dict[str, Any] = moments.read(name) if name in moments else {"problem": ""}
         if found["problem"]:
             raise BadFile(found["problem"])
         if lacking := [part for part, reader in self.readers.items() if name not in reader]:
@@ -301,10 +301,8 @@ def write_buckets(
             samples[key := record_key(dataset, sample, occurrence[row])] = sample
             per_bucket.setdefault(index, []).append(key)
 
-    def encode(key: str, lacking: Collection[str]) -> dict[str, dict[str, Any]]:
-        sample = samples[key]
-        item = dataset[sample]
-        video, path = item["video"][None].to(job.world.device), table.path(sample.index)
+    def encode(key: str, lacking: Collection[str], item: Item) -> dict[str, dict[str, Any]]:
+        video, path = item["video"][None].to(job.world.device), table.path(samples[key].index)
         made: dict[str, dict[str, Any]] = {}
         for part in [part for part in encoders if folders[part] in lacking]:
             values = encoders[part].encode(video)
@@ -322,7 +320,8 @@ def write_buckets(
 
     parts = [Part(folders[part], FEATURES[part], settings[part]) for part in encoders]
     sources = {key: table.path(sample.index) for key, sample in samples.items()}
-    counts = write_parts(job, parts, encode, sources, drop if drops_bad else None)
+    load, on_bad_file = lambda key: dataset[samples[key]], drop if drops_bad else None
+    counts = write_parts(job, parts, encode, sources, load=load, on_bad_file=on_bad_file)
     if dist.is_initialized():
         found: list[Any] = [None] * job.world.size
         dist.all_gather_object(found, problems)
@@ -354,13 +353,14 @@ def _write_files(table: Table, job: Job) -> Counts:
         paths |= {_left_out(name): every.folder / name for name in {*every.rows["path"]} - paths.keys()}
     nothing = {"num_frames": 0, "height": 0, "width": 0, "fps": 0.0}
 
-    def look(key: str, _: Collection[str]) -> dict[str, dict[str, Any]]:
-        return {FILES: {**probe(paths[key])._asdict(), "problem": ""}}
+    def made(_key: str, _lacking: Collection[str], info: VideoInfo) -> dict[str, dict[str, Any]]:
+        return {FILES: {**info._asdict(), "problem": ""}}
 
     def unreadable(_: str, error: UserError) -> dict[str, dict[str, Any]]:
         return {FILES: {**nothing, "problem": str(error)}}
 
-    return write_parts(job, [Part(FILES, FILE_FEATURES, {})], look, paths, unreadable)[FILES]
+    parts = [Part(FILES, FILE_FEATURES, {})]
+    return write_parts(job, parts, made, paths, load=lambda key: probe(paths[key]), on_bad_file=unreadable)[FILES]
 
 
 def _folder(part: str, settings: Mapping[str, Any]) -> str:

@@ -10,11 +10,13 @@ fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % whe
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.logging import progress_bar
 
+T = TypeVar("T")
 CLIPS, SAMPLES = "clips", "samples"
 CLIP_FEATURES = {
     "moments": "tensor",  # [2C, T, h, w]
@@ -59,6 +62,7 @@ class Job(NamedTuple):
     world: World
     dtype: str = "fp16"  # of moments: fp16 or fp32
     shard_bytes: int = SHARD_BYTES
+    threads: int = 0  # that read samples ahead
 
 
 class Choices(NamedTuple):
@@ -194,22 +198,25 @@ def write_missing(
 ) -> Counts:
     """`write_parts` of a single part."""
     part = Part(folder, features, settings)
-    return write_parts(job, [part], lambda key, _: {folder: encode(key)}, sources)[folder]
+    return write_parts(job, [part], lambda key, _lacking, _loaded: {folder: encode(key)}, sources)[folder]
 
 
 def write_parts(
     job: Job,
     parts: Sequence[Part],
-    encode: Callable[[str, Collection[str]], Mapping[str, Mapping[str, Any]]],
+    encode: Callable[[str, Collection[str], Any], Mapping[str, Mapping[str, Any]]],
     sources: Mapping[str, Path | str | None],
+    *,
+    load: Callable[[str], Any] = lambda _key: None,
     on_bad_file: Callable[[str, UserError], Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> dict[str, Counts]:
     """Write the records of CACHE/part that are missing or out of date. Every process of `job.world` calls it, and writes
     those of its own keys; an interrupted call continues where it stopped.
 
     Args:
-        encode: Part -> the fields of the record with a key, of at least those parts that lack it.
+        encode: Part -> the fields of the record with a key, of at least those parts that lack it, from what `load` gave.
         sources: Key -> what its record is made of, a file or a hash, kept in its field `source`; None: the key says it all.
+        load: What the records with a key are made from; `job.threads` read ahead.
         on_bad_file: What to store instead where a file cannot be read; its field `problem` says why, and it is tried again
             by the next call. None: the error is raised.
     """
@@ -233,20 +240,28 @@ def write_parts(
         found = reader.read(key, ("source", "problem"))
         return found["source"] == source and not found.get("problem")
 
+    def look(key: str) -> tuple[str | None, list[str], Any]:
+        source = sources[key]
+        source = _readable_hash(source) if isinstance(source, Path) else source
+        lacking = [name for name, reader in readers.items() if not is_there(reader, key, source)]
+        return source, lacking, load(key) if lacking else None
+
     try:
         mine = list(sources)[job.world.rank :: job.world.size]
         what = " and ".join(name.partition("-")[0] for name in paths)
-        for key in progress_bar(mine, desc=f"caching {what}", unit="record", disable=not job.world.is_main):
-            source = sources[key]
+        ready = _read_ahead(look, mine, job.threads)
+        bar = {"total": len(mine), "desc": f"caching {what}", "unit": "record", "disable": not job.world.is_main}
+        for key, looked in progress_bar(ready, **bar):
             try:
-                source = _readable_hash(source) if isinstance(source, Path) else source
-                lacking = [name for name, reader in readers.items() if not is_there(reader, key, source)]
-                made = encode(key, lacking) if lacking else {}
+                source, lacking, loaded = looked()
+                made = encode(key, lacking, loaded) if lacking else {}
             except BadFile as error:
                 if on_bad_file is None:
                     raise
-                lacking, made = list(readers), on_bad_file(key, error)
-                source = "" if isinstance(source, Path) else source
+                file, made = sources[key], on_bad_file(key, error)
+                is_gone = isinstance(file, Path) and not file.exists()  # what was made of it stays
+                lacking = [name for name, reader in readers.items() if not (is_gone and key in reader)]
+                source = "" if isinstance(file, Path) else file
             for name in lacking:
                 if name in made:
                     writers[name].write({**made[name], **({} if source is None else {"source": source})}, key)
@@ -259,6 +274,23 @@ def write_parts(
     total = mean_over_ranks(torch.tensor([float(n) for n in written.values()], device=job.world.device))
     totals = [round(float(n) * job.world.size) for n in total]
     return {name: Counts(n, len(sources) - n) for name, n in zip(paths, totals, strict=True)}
+
+
+def _read_ahead(work: Callable[[str], T], keys: Sequence[str], threads: int) -> Iterator[tuple[str, Callable[[], T]]]:
+    """Each key with a function that gives `work(key)`, or raises what it raised; so many threads have begun with the next ones."""
+    if not threads:
+        yield from ((key, partial(work, key)) for key in keys)
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        begun: deque[tuple[str, Callable[[], T]]] = deque()
+        for key in keys:
+            begun.append((key, pool.submit(work, key).result))
+            if len(begun) > threads:
+                yield begun.popleft()
+        yield from begun
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _readable_hash(path: Path) -> str:

@@ -172,8 +172,9 @@ class RecordReader:
     def present(self, keys: Iterable[str]) -> np.ndarray:
         """[N] bool, which keys have a record, for many at once."""
         hashes = np.array([_hash(key) for key in keys], np.uint64).reshape(-1, 2)
-        own, wanted = (np.rec.fromarrays(pair, names="hi,lo") for pair in ((self._index.hi, self._index.lo), hashes.T))
-        return np.isin(wanted, own)
+        own = np.stack([self._index.hi, self._index.lo], axis=1)
+        pair = np.dtype([("hi", np.uint64), ("lo", np.uint64)])
+        return np.isin(hashes.view(pair)[:, 0], own.view(pair)[:, 0])
 
     def __getitem__(self, number: int) -> Record:
         """A record by its number, in the order of writing."""

@@ -52,8 +52,8 @@ def videos(table, config=CONFIG, **options):
     return VariableVideoTextDataset(str(table), config, text_columns=("text", "more"), **options)
 
 
-def write(dataset, folder, windows=1, world=ALONE, **encoders):
-    job = Job(folder, world, dtype="fp32", shard_bytes=1000)
+def write(dataset, folder, windows=1, world=ALONE, threads=0, **encoders):
+    job = Job(folder, world, dtype="fp32", shard_bytes=1000, threads=threads)
     return write_buckets(dataset, encoders or {BUCKETS: encoder()}, job, windows)
 
 
@@ -97,7 +97,7 @@ def assert_same(pixels, stored, epochs, windows):
 )
 def test_samples_are_those_of_the_videos_in_every_epoch(table, tmp_path, options):
     pixels = videos(table, **options)
-    write(pixels, tmp_path / "cache", windows=2)
+    write(pixels, tmp_path / "cache", windows=2, threads=2)
     stored = cached(table, tmp_path / "cache", **options)
     assert stored.windows == 2
     assert_same(pixels, stored, epochs=4, windows=2)
@@ -215,7 +215,7 @@ def test_what_cannot_be_read_is_dropped_with_its_reason_and_replaced_as_in_train
     one = {"32x48": {9: (1.0, 2)}}
     caplog.set_level(logging.INFO)
     pixels = videos(path, one, max_bad_share=0.5)
-    write(pixels, tmp_path / "cache")
+    write(pixels, tmp_path / "cache", threads=2)
     with (tmp_path / "cache" / "dropped.csv").open(newline="") as file:
         dropped = [(row["row"], row["path"], row["reason"]) for row in csv.DictReader(file)]
     assert [row[:2] for row in dropped] == [("3", "broken.mp4"), ("4", "e.png"), ("5", "")]
@@ -257,6 +257,16 @@ def test_a_file_that_could_not_be_read_is_tried_again(table, tmp_path):
     assert_same(videos(table, one), cached(table, tmp_path / "cache", one), epochs=1, windows=1)
 
 
+def test_what_was_made_of_a_file_that_is_gone_stays(table, tmp_path):
+    one = {"32x48": {9: (1.0, 2)}}
+    pixels = videos(table, one)
+    write(pixels, tmp_path / "cache")
+    (table.parent / "b.mp4").unlink()
+    assert write(pixels, tmp_path / "cache") == {"files": (0, 5), "buckets": (0, 3)}
+    stored = cached(table, tmp_path / "cache", one)
+    assert all(stored[key]["moments"].isfinite().all() for key in keys_of(stored, 0))
+
+
 def test_rows_that_are_new_are_refused(table, tmp_path, write_table):
     write(videos(table), tmp_path / "cache")
     new = write_table([{"path": name, "text": "", "more": ""} for name in ("a.mp4", "new.mp4")], "new.csv")
@@ -264,7 +274,8 @@ def test_rows_that_are_new_are_refused(table, tmp_path, write_table):
         cached(new, tmp_path / "cache")
 
 
-def test_an_interrupted_call_goes_on_where_it_stopped(table, tmp_path):
+@pytest.mark.parametrize("threads", [0, 3])
+def test_an_interrupted_call_goes_on_where_it_stopped(table, tmp_path, threads):
     seen = []
 
     def stop_at_the_fifth(video):
@@ -275,7 +286,7 @@ def test_an_interrupted_call_goes_on_where_it_stopped(table, tmp_path):
 
     stopping = encoder()._replace(encode=stop_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
-        write(videos(table), tmp_path / "cache", **{BUCKETS: stopping})
+        write(videos(table), tmp_path / "cache", threads=threads, **{BUCKETS: stopping})
     with pytest.raises(UserError, match="are not in the cache"):
         cached(table, tmp_path / "cache")
     assert write(videos(table), tmp_path / "cache")["buckets"] == (13, 4)
