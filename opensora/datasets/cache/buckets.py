@@ -35,7 +35,7 @@ from opensora.datasets.summary import drop_reasons
 from opensora.datasets.table.table import Table, read_table
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.datasets.video.files import DEFAULT
-from opensora.datasets.video.read_video import FrameRule, VideoInfo, probe
+from opensora.datasets.video.read_video import CLOSE, FrameRule, VideoInfo, probe
 from opensora.utils.errors import UserError, first_few
 
 logger = logging.getLogger(__name__)
@@ -90,11 +90,15 @@ def record_key(dataset: VariableVideoTextDataset, key: BucketKey, occurrence: in
 
 
 def has_one_window(dataset: VariableVideoTextDataset, row: int, num_frames: int) -> bool:
-    """Whether a row gives the same frames and the same crop in every epoch, as far as that is known without its file."""
+    """Whether a row gives the same frames and the same crop in every epoch, as far as its length and rate say that."""
     if "random_crop" in dataset.transform_names:
         return False
-    needed = FrameRule(num_frames, dataset.frame_interval).needed
-    return num_frames == 1 or (dataset.target_fps is None and int(dataset.num_frames[row]) <= needed)
+    if num_frames == 1:
+        return True
+    rule, frames = FrameRule(num_frames, dataset.frame_interval, dataset.target_fps), int(dataset.num_frames[row])
+    if dataset.target_fps is None:
+        return frames <= rule.needed
+    return (frames - 2) / float(dataset.fps[row]) < rule.span - CLOSE  # not if it began one frame later
 
 
 def buckets_of_rows(reachable: np.ndarray) -> list[tuple[int, int]]:

@@ -90,6 +90,7 @@ def assert_same(pixels, stored, epochs, windows):
         {"frame_interval": 2},
         {"transform_name": "random_crop"},
         {"target_fps": 12.0},
+        {"target_fps": 25.0},
         {"bucket_choice": "largest"},
         {"use_image_transform": True, "decode": {"colors": "fast"}},
     ],
@@ -112,6 +113,10 @@ def test_every_bucket_that_a_clip_may_be_in_is_cached_and_counted(table, tmp_pat
     assert "32x48 9x32x48                       3        7" in caplog.text
     assert "0 rows dropped" in caplog.text
     assert write(videos(table), tmp_path / "cache", windows=3) == {"files": (0, 5), "buckets": (0, done["buckets"][0])}
+    at_rate = write(
+        videos(table, target_fps=25.0), tmp_path / "cache", windows=3
+    )  # that of the files: the same windows
+    assert at_rate["buckets"] == done["buckets"]
 
 
 def test_the_largest_bucket_alone_must_be_asked_for_in_training(table, tmp_path):
