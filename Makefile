@@ -78,7 +78,7 @@ test-nightly: setup-dev  ## run the CPU tests that are marked nightly
 
 test-extras: setup-dev  ## install what setup does not, and run the tests that need it
 	$(PIP) -q -e '.[quant,demo]' playwright
-	$(PYTEST) -m "extra and not gpu" tests/acceleration tests/tools/test_demo.py
+	$(PYTEST) -m "extra and not gpu" tests/acceleration tests/training tests/scripts/test_train_resume.py tests/tools/test_demo.py
 
 test-oldest:  ## run the CPU tests of `make test` with the oldest versions that pyproject.toml allows, in .venv-oldest
 	test -d .venv-oldest || $(PYTHON) -m venv .venv-oldest

@@ -15,15 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
-from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, broadcast_from_rank0, init_world, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
-from opensora.acceleration.sequence_parallel import parallelise
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, parse_config, to_dict
-from opensora.config.schema import LoraOptions
 from opensora.datasets.buckets.bucket import move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler
@@ -31,7 +27,7 @@ from opensora.datasets.summary import summarise
 from opensora.datasets.table.files import check_exist
 from opensora.inference.sizes import legal_dataset, take_whole_patches
 from opensora.models.image_encoder import check_image_encoder
-from opensora.models.loading import released_weights, store_frozen
+from opensora.models.loading import released_weights
 from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import (
@@ -45,7 +41,7 @@ from opensora.registry import (
     build_module,
 )
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.training.batch_encoder import BatchEncoder, freeze, masks_of, stored_parts
+from opensora.training.batch_encoder import BatchEncoder, freeze_encoder, masks_of, stored_parts
 from opensora.training.finite_guard import FiniteGuard
 from opensora.training.flops import describe_peak, device_peak
 from opensora.training.loop import (
@@ -62,8 +58,10 @@ from opensora.training.loop import (
     set_lr,
     steps,
 )
-from opensora.training.lora import add_lora, check_lora
+from opensora.training.lora import check_lora
 from opensora.training.meter import Meter
+from opensora.training.model import build_model
+from opensora.training.optimizers import check_optimizer
 from opensora.training.run import (
     BATCHES_VARY,
     RunState,
@@ -113,6 +111,7 @@ def main() -> None:
         cfg = with_expert_interval(cfg)
         same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
+        check_optimizer(cfg.optimizer)
         check_image_encoder(cfg.model, cfg.image_encoder)
         if cfg.lora is not None:
             check_lora()
@@ -280,38 +279,24 @@ def build_data_and_models(cfg: TrainConfig, world: World, masks: MaskRatios) -> 
     for name in ("from_pretrained", "from_pretrained_2"):
         refuse_misnamed(cfg.model.get(name), f"model.{name}")
     device = world.device
-    vae = freeze(build_module(cfg.vae, VAES), device)
+    vae = build_module(cfg.vae, VAES)
     take_whole_patches(vae, cfg.model)
-    image_encoder = (
-        None if cfg.image_encoder is None else freeze(build_module(cfg.image_encoder, IMAGE_ENCODERS), device)
-    )
+    image_encoder = None if cfg.image_encoder is None else build_module(cfg.image_encoder, IMAGE_ENCODERS)
     parts = stored_parts(cfg, vae, masks, image_encoder)
     dataset = build_module(legal_dataset(cfg.dataset, vae), DATASETS, seed=cfg.seed, **parts)
     if cfg.bucket_config is not None:
         move_to_legal_sizes(dataset.buckets, vae)
     held_out_dataset(cfg, vae, parts)  # refuses a bad table now; validation, which comes last, reads it again
-    text_encoder = freeze(build_module(cfg.text_encoder, TEXT_ENCODERS), device)
-    torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
-    model = build_module(
-        cfg.model,
-        DENOISERS,
-        in_channels=vae.out_channels,
-        caption_channels=text_encoder.output_dim,
-        model_max_length=text_encoder.model_max_length,
-        frozen_weights=cfg.frozen_weights,
-        device=device if device.type == "cuda" else None,
-    )
-    store_frozen(model, cfg.frozen_weights)
-    model.to(device)
-    if cfg.lora is not None:
-        add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-    if cfg.compile:
-        compile_blocks(model.transformer_blocks())
-    checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
-    if cfg.activation_offload:
-        offload_activations(model)
-    if world.sp_group is not None:
-        parallelise(model, world.sp_group)
+    stored, freeze = getattr(dataset, "stored", ()), partial(freeze_encoder, device=device, offload=cfg.encoder_offload)
+    vae = freeze(vae, stored="vae" in stored)
+    text_encoder = freeze(build_module(cfg.text_encoder, TEXT_ENCODERS), stored="text_encoder" in stored)
+    image_encoder = None if image_encoder is None else freeze(image_encoder, stored="image_encoder" in stored)
+    sizes = {
+        "in_channels": vae.out_channels,
+        "caption_channels": text_encoder.output_dim,
+        "model_max_length": text_encoder.model_max_length,
+    }
+    model = build_model(cfg, sizes, device, world.sp_group)
     if cfg.cache_text:
         text_encoder = MemoizedTextEncoder(text_encoder)
     return dataset, vae, text_encoder, image_encoder, model

@@ -22,6 +22,7 @@ from tests.acceleration import test_cuda_graphs as cuda_graphs
 from tests.acceleration.kernels import test_adaln
 from tests.acceleration.kernels import test_head_norm as head_norm
 from tests.acceleration.kernels.short_attention_checks import SIZES, compare
+from tests.models import test_quantised_linear as quantised_linear
 from tests.models.denoisers import COMPILED_SIZES, FAMILIES, build, inputs
 
 pytestmark = pytest.mark.gpu
@@ -251,6 +252,14 @@ def test_gradients_with_adalns_kernels_equal_those_without(family, masked, monke
 
 def on_gpu(cond):
     return {name: value.cuda() for name, value in cond.items()}
+
+
+@pytest.mark.parametrize("kind", quantised_linear.KINDS)
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_quantised_layers_equal_those_with_dequantised_weights(kind, backend):
+    model, plain = (each.cuda() for each in quantised_linear.adapted("Wan", kind, "selective", backend=backend))
+    found, expected = quantised_linear.step(model), quantised_linear.step(plain)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -192,11 +192,15 @@ def text_bytes(component: dict[str, Any], encoder: nn.Module | None, processes: 
     """
     if encoder is None or component.get("between_uses", "keep") != "keep":
         return 0.0
-    dtype = to_torch_dtype(component.get("dtype", "fp32"))
+    int8 = component.get("dtype") == "int8"  # of its linear layers
+    dtype = to_torch_dtype("bf16" if int8 else component.get("dtype", "fp32"))
+    quantised = {f"{name}.weight" for name, m in encoder.named_modules() if int8 and isinstance(m, nn.Linear)}
     # as transformers load them: T5 keeps layers that overflow
     stay = getattr(encoder, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
     sizes = (
-        p.numel() * (4 if set(stay) & set(name.split(".")) else dtype.itemsize)
+        p.numel() + 4 * len(p)
+        if name in quantised
+        else p.numel() * (4 if set(stay) & set(name.split(".")) else dtype.itemsize)
         for name, p in encoder.named_parameters()
     )
     return sum(sizes) / (processes if component.get("shardformer") else 1)

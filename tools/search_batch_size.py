@@ -22,28 +22,26 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
-from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, read_file
 from opensora.config.resolve import Draft
-from opensora.config.schema import LoraOptions
 from opensora.config.yacs import deepspeed_overrides
 from opensora.datasets.buckets.bucket import Buckets, parse_num_frames
-from opensora.models.loading import store_frozen
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.training.batch_encoder import BatchEncoder, freeze, mask_ratios_of
+from opensora.training.batch_encoder import BatchEncoder, freeze_encoder, mask_ratios_of
 from opensora.training.loop import build_ema, build_optimizer, engine_settings
-from opensora.training.lora import add_lora
+from opensora.training.model import build_model
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
 from opensora.utils.seed import generators
@@ -102,28 +100,17 @@ class Trainer:
         with torch.device("meta"):  # without weights, for their sizes
             self.vae = build_vae(cfg.vae)
             _, text_width, text_len = build_text(cfg.text_encoder)
-        sizes = {"in_channels": self.vae.out_channels, "model_max_length": text_len}
+        sizes: dict[str, int | None] = {"in_channels": self.vae.out_channels, "model_max_length": text_len}
         if text_width is not None:
             sizes["caption_channels"] = text_width
-        torch.manual_seed(cfg.seed)  # the model as scripts/train.py makes it, with random weights
-        settings = {**cfg.model, "from_pretrained": None}
-        storage = {"frozen_weights": cfg.frozen_weights, "device": self.device}
-        model: Any = build_module(settings, MODELS, **sizes, **storage)
-        store_frozen(model, cfg.frozen_weights)
-        model.to(self.device)
-        if cfg.lora is not None:
-            add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-        if cfg.compile:
-            compile_blocks(model.transformer_blocks())
-        checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
-        if cfg.activation_offload:
-            offload_activations(model)
-        self.model = model.train()
+        random = replace(cfg, model={**cfg.model, "from_pretrained": None})
+        self.model = model = build_model(random, sizes, self.device).train()
         self.encode: BatchEncoder | None = None
         masks = MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios, {clip.num_frames for clip in clips_of(cfg)}))
         if encoders:
             parts = (cfg.vae, cfg.text_encoder, *([] if cfg.image_encoder is None else [cfg.image_encoder]))
-            vae, text, *images = (freeze(build_module(part, MODELS), self.device) for part in parts)
+            freeze = partial(freeze_encoder, device=self.device, offload=cfg.encoder_offload)
+            vae, text, *images = (freeze(build_module(part, MODELS)) for part in parts)
             self.encode = BatchEncoder(
                 vae, text, model, self.device, image_encoder=next(iter(images), None), masks=masks
             )

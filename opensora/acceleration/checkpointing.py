@@ -1,4 +1,4 @@
-"""Activation checkpointing and offloading: what the backward pass needs is recomputed, or kept in the CPU's memory.
+"""Activation checkpointing: what the backward pass needs is recomputed. To keep it in the host's memory: `streaming.py`.
 
 Applied to a denoiser from outside, after `compile_blocks`. Inside a compiled block the compiler decides: it recomputes what carries
 the tag that checkpointing gives an operation.
@@ -13,7 +13,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._higher_order_ops import wrap as wrap_operator
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -22,9 +22,6 @@ from opensora.config.schema import checkpointed_parts
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-OFFLOAD_BYTES = 1 << 20
-"""Smaller tensors stay where they are: each copy costs some ten microseconds, whatever its size."""
 
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
@@ -35,7 +32,7 @@ ATTENTION = (
 )
 """Whose results "attention" keeps, with our own kernels'."""
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "opensora::quantised_linear")
 """Whose results "selective" keeps as well. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
 
 CHEAP = {"opensora::norm_heads"}
@@ -73,73 +70,6 @@ def checkpoint_activations(
         wrap_forward(part, partial(_checkpointed, eager=eager, compiled=compiled))
 
 
-def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> None:
-    """Keep what the backward pass needs of `model`'s forward in the CPU's (pinned) memory.
-
-    Tensors below `min_bytes` and those with the shape of a weight stay: weights are there anyway, and where an engine
-    gathers them they are its own. With activation checkpointing, what is moved is the inputs of the checkpointed parts.
-
-    PyTorch's `save_on_cpu` moves everything, and gives it back in other strides.
-    """
-    if next(model.parameters()).device.type == "cpu":
-        logger.warning("activation_offload has no effect on a CPU: everything is in its memory already.")
-    weights = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1}
-    weights |= {shape[::-1] for shape in weights}  # a product saves its weight transposed
-    offload = _Offload(min_bytes, weights)
-
-    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
-                return forward(*args, **kwargs)
-
-        return wrapped
-
-    wrap_forward(model, wrap)
-
-
-class _Offload:
-    """Copies saved tensors to the CPU and back, on a GPU on a side stream.
-
-    They come back in their strides: kernels refuse rows that are not aligned, and a recomputed linear layer takes another path for
-    tokens that have become contiguous.
-    """
-
-    def __init__(self, min_bytes: int, stays: set[tuple[int, ...]]) -> None:
-        self.min_bytes, self.stays = min_bytes, stays
-        self._stream: torch.cuda.Stream | None = None
-
-    def pack(self, tensor: Tensor) -> tuple[Tensor, torch.device, torch.Size, tuple[int, ...]]:
-        """What is kept instead of a tensor - one of each row, column, ... that `expand` repeats - and its layout."""
-        layout = tensor.device, tensor.shape, tensor.stride()
-        once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-        if once.numel() * once.element_size() < self.min_bytes or tuple(tensor.shape) in self.stays:
-            return tensor, *layout
-        if tensor.device.type != "cuda":
-            return once.cpu(), *layout
-        kept = torch.empty(once.shape, dtype=tensor.dtype, pin_memory=True)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._stream):
-            kept.copy_(once, non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is reused only after the copy
-        return kept, *layout
-
-    def unpack(self, packed: tuple[Tensor, torch.device, torch.Size, tuple[int, ...]]) -> Tensor:
-        """The tensor on its device again, in its strides."""
-        kept, device, shape, stride = packed
-        if kept.shape == shape and kept.device == device and kept.stride() == stride:
-            return kept
-        if self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
-        # elements that share memory, such as those of `unfold`, are written several times with the same value
-        out = torch.empty_strided(kept.shape, stride, dtype=kept.dtype, device=device)
-        return out.copy_(kept, non_blocking=True).expand(shape)
-
-
 # PyTorch warns whoever compiles a checkpoint with a policy of operations that are done in place, of which ours has none
 getattr(wrap_operator, "log", logger).addFilter(
     lambda record: "context_fn is passed to torch" not in record.getMessage()
@@ -148,7 +78,7 @@ getattr(wrap_operator, "log", logger).addFilter(
 
 def _keep(kept: tuple[str, ...], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name: str = op.name()
-    ours = name.startswith("opensora::") and not name.endswith("backward") and name not in CHEAP
+    ours = name.startswith("opensora::") and not name.endswith("backward") and name not in {*CHEAP, *PRODUCTS}
     return CheckpointPolicy.MUST_SAVE if ours or name in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

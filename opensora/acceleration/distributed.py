@@ -180,11 +180,15 @@ def shutdown() -> None:
 
 
 @torch.no_grad()
-def broadcast_params(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Broadcast the weights and buffers of a group's first process to all of it."""
+def broadcast_params(
+    model: nn.Module, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
+    """Broadcast the weights and buffers of a group's first process to all of it, by way of `device`; None = where they are."""
     for tensor in (*model.parameters(), *model.buffers()):
-        sent = tensor.detach().contiguous()  # NCCL refuses channels-last kernels
-        dist.broadcast(sent, group=group, group_src=0)
+        sent = tensor.detach().to(device or tensor.device).contiguous()  # NCCL refuses channels-last kernels
+        # gloo knows no float8
+        sent_bytes = sent.view(torch.uint8) if sent.dtype == torch.float8_e4m3fn else sent
+        dist.broadcast(sent_bytes, group=group, group_src=0)
         tensor.copy_(sent)
 
 

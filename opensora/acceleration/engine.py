@@ -122,7 +122,7 @@ def build_engine(
         if settings.get(key) and is_idle and world.is_main:
             logger.warning("%s=True has no effect here: %s.", key, why)
     if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
-        broadcast_params(model)
+        broadcast_params(model, device=world.device)
     return PLUGINS.build(
         {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
     )

@@ -1,35 +1,40 @@
 """Weights that wait in the CPU's memory while they are not used: text encoder, denoiser, VAE, or block by block.
 
 The CPU keeps the weights for good. To load is to copy them to the device, to unload is to forget that copy, so that
-nothing is ever copied back. Under the policy "block" the denoiser's blocks are copied one ahead of the computation, on a
-stream of their own: at any time two of them are on the device, and the first, which step caches look into. Where the device is
-the CPU, all of this happens too and changes nothing.
+nothing is ever copied back. Under the policy "block" the denoiser's blocks are copied one ahead of the computation (`streaming.py`):
+at any time two of them are on the device, and the first, which step caches look into. Where the device is the CPU, all of this
+happens too and changes nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.patching import Forward, wrap_forward
+from opensora.acceleration.streaming import BlockStreams, StreamedWeights
 
 Policy = Literal["none", "model", "block"]
 
 
 class OffloadedModule:
-    """Parameters and buffers that stay in the CPU's memory, pinned for a GPU, and are copied to the device while they are used."""
+    """Parameters and buffers that stay in the CPU's memory and are copied to the device while they are used.
 
-    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+    Args:
+        tensors: of one module or several; tied ones are copied once.
+        device: where they are used.
+        pin: pin the CPU's memory for a GPU. False: for what is used too rarely to take memory from the other processes.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device, *, pin: bool = True) -> None:
         self.device, self.loaded = device, False
         unique = {id(tensor): tensor for tensor in tensors}  # weights may be tied
         self.pairs: list[tuple[Tensor, Tensor]] = []  # with the host copy
         for tensor in unique.values():
             host = tensor.data.to("cpu")
-            tensor.data = host.pin_memory() if device.type == "cuda" and not host.is_pinned() else host
+            tensor.data = host.pin_memory() if pin and device.type == "cuda" and not host.is_pinned() else host
             self.pairs.append((tensor, tensor.data))
 
     def load(self) -> None:
@@ -44,62 +49,17 @@ class OffloadedModule:
                 tensor.data = host
         self.loaded = False
 
-
-class BlockStream:
-    """Brings a denoiser's blocks, which come in forward order, to the device as they are called."""
-
-    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
-        self.device = device
-        self.blocks = [OffloadedModule(_tensors(block), device) for block in blocks]
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._arrivals: dict[int, torch.cuda.Event] = {}
-        self._paused = False
-        for number, block in enumerate(blocks):
-            wrap_forward(block, lambda forward, number=number: partial(self._call, number, forward))  # type: ignore[misc]
-
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Blocks are called as they are, wherever they are."""
-        self._paused = True
+    def in_use(self) -> Iterator[None]:
+        """With the tensors on the device; where they are loaded already, nothing moves."""
+        if self.loaded:
+            yield
+            return
+        self.load()
         try:
             yield
         finally:
-            self._paused = False
-
-    def load(self) -> None:
-        """Bring the first block, which stays until `unload`."""
-        self.blocks[0].load()
-
-    def unload(self) -> None:
-        if self.side is not None:
-            self.side.synchronize()
-        for block in self.blocks:
-            block.unload()
-        self._arrivals.clear()
-
-    def _call(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if self._paused:
-            return forward(*args, **kwargs)
-        self._fetch(number)
-        if (event := self._arrivals.pop(number, None)) is not None:
-            present = torch.cuda.current_stream(self.device)
-            present.wait_event(event)
-            for tensor, _ in self.blocks[number].pairs:
-                tensor.data.record_stream(present)  # its memory must stay until this stream has used it
-        self._fetch(number % (len(self.blocks) - 1) + 1 if len(self.blocks) > 1 else 0)
-        out = forward(*args, **kwargs)
-        if number > 0:
-            self.blocks[number].unload()
-        return out
-
-    def _fetch(self, number: int) -> None:
-        block = self.blocks[number]
-        if self.side is None or block.loaded:
-            block.load()
-            return
-        with torch.cuda.stream(self.side):
-            block.load()
-            self._arrivals[number] = self.side.record_event()
+            self.unload()
 
 
 class Placement:
@@ -113,7 +73,7 @@ class Placement:
 
     def __init__(self, parts: Mapping[str, Any], device: torch.device, policy: Policy = "none") -> None:
         self.policy = policy
-        self.stream: BlockStream | None = None
+        self.blocks: StreamedWeights | None = None
         self._offloaded: dict[str, OffloadedModule] = {}
         for name, part in parts.items():
             module = getattr(part, "encoder", part) if name == "text_encoder" else part
@@ -123,24 +83,40 @@ class Placement:
                 if isinstance(part, nn.Module):
                     part.to(device)
                 continue
-            blocks = module.transformer_blocks() if name == "model" and policy == "block" else []  # type: ignore[operator]
+            blocks = module.transformer_blocks()[1:] if name == "model" and policy == "block" else []  # type: ignore[operator]
             if blocks:
-                self.stream = BlockStream(blocks, device)
+                self.blocks = StreamedWeights(list(map(_tensors, blocks)), min(2, len(blocks)), device)
+                BlockStreams(blocks, device, weights=self.blocks)
             streamed = {id(tensor) for block in blocks for tensor in _tensors(block)}
             self._offloaded[name] = OffloadedModule((t for t in _tensors(module) if id(t) not in streamed), device)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
         """With the part `name` on the device."""
-        stream = self.stream if name == "model" else None
-        moved = [part for part in (self._offloaded.get(name), stream) if part is not None]
-        for part in moved:
+        part = self._offloaded.get(name)
+        if part is not None:
             part.load()
         try:
             yield
         finally:
-            for part in moved:
+            if part is not None:
                 part.unload()
+            if name == "model" and self.blocks is not None:
+                self.blocks.release()
+
+
+def offload_between_calls(
+    module: nn.Module, methods: Iterable[str], device: torch.device, *, pin: bool = True
+) -> OffloadedModule:
+    """Keep a module in the CPU's memory, and load it to `device` for each call of one of its `methods`, in place.
+
+    Args:
+        pin: see `OffloadedModule`.
+    """
+    offloaded = OffloadedModule(_tensors(module), device, pin=pin)
+    for name in methods:
+        setattr(module, name, offloaded.in_use()(getattr(module, name)))
+    return offloaded
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

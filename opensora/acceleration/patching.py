@@ -1,6 +1,7 @@
 """Putting something around a module's `forward`, from outside: no name of a parameter changes, and it can be undone."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,3 +25,11 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Calla
             module.forward = before
 
     return undo
+
+
+def wrap_call(module: nn.Module, wrap: Callable[..., Any]) -> None:
+    """Let what `module` computes go through `wrap(compute, *args, **kwargs)`, outside of what `module.compile` compiled."""
+    if module._compiled_call_impl is None:
+        wrap_forward(module, lambda forward: partial(wrap, forward))
+    else:
+        module._compiled_call_impl = partial(wrap, module._compiled_call_impl)

@@ -190,7 +190,8 @@ def load_strictly(
     """Copy `state` into `model`; every parameter and saved buffer must be there with its shape, and nothing else.
 
     Where the model is sharded each process takes its part. Those named in `may_miss` need not be there, and keep their
-    values. A parameter on the meta device gets memory on the CPU, in its dtype, one at a time.
+    values. A parameter on the meta device gets memory on the CPU, in its dtype, one at a time. A weight of `QuantisedLinear` whose
+    scales are not in `state` is quantised.
 
     Raises:
         UserError: names or shapes differ; the model is left as it was.
@@ -198,7 +199,8 @@ def load_strictly(
     own = model.state_dict()
     both = sorted(own.keys() & state.keys())
     found = {name: state.meta(name) if isinstance(state, SavedTensors) else state[name] for name in both}
-    missing = sorted(own.keys() - state.keys() - set(may_miss))
+    quantised = {name for name in both if f"{name}_scale" in own.keys() - state.keys()}
+    missing = sorted(own.keys() - state.keys() - {*may_miss, *(f"{name}_scale" for name in quantised)})
     unexpected = sorted(state.keys() - own.keys())
     reshaped = [
         f"{name}: file {tuple(found[name].shape)}, model {tuple(own[name].shape)}"
@@ -208,7 +210,7 @@ def load_strictly(
     other_dtype = [
         f"{name}: file {found[name].dtype}, model {own[name].dtype}".replace("torch.", "")
         for name in both
-        if found[name].is_floating_point() != own[name].is_floating_point()
+        if found[name].is_floating_point() != (own[name].is_floating_point() or name in quantised)
     ]
     if missing or unexpected or reshaped or other_dtype:
         advice = "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
@@ -229,8 +231,12 @@ def load_strictly(
         )
     for name in both:
         target = own[name]
+        module, _, leaf = name.rpartition(".")
+        if name in quantised:
+            layer: Any = model.get_submodule(module)
+            layer.store(state[name])
+            continue
         if target.is_meta:
-            module, _, leaf = name.rpartition(".")
             target = nn.Parameter(torch.empty_like(target, device="cpu"), requires_grad=target.is_floating_point())
             setattr(model.get_submodule(module), leaf, target)
         load_into(target, state, name)

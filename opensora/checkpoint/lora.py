@@ -384,9 +384,14 @@ def merge_adapter(model: nn.Module, adapter: Adapter, scale: float = 1.0, source
         How many parameters changed.
 
     Raises:
-        UserError: the model has no such layers, see `parameters_of`; it is then as it was.
+        UserError: the model has no such layers, see `parameters_of`, or is quantised; it is then as it was.
     """
     targets = parameters_of(model, adapter, source)
+    own = {name for name, _ in model.named_parameters()}
+    if any(f"{target}_scale" in own for target in targets.values()):
+        raise UserError(
+            f"{source} cannot be merged into quantised weights: merge it first, then store_frozen(model, ...)."
+        )
     for name, (A, B) in adapter.factors.items():
         weight = model.get_parameter(targets[name])
         product = B.flatten(1).to(weight.device, torch.float32) @ A.flatten(1).to(weight.device, torch.float32)

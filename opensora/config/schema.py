@@ -57,7 +57,7 @@ GROUPS = {
     "align reference_cache",
     "Long videos": "loop condition_frame_length condition_frame_edit",
     "Sampling": "num_sampling_steps cfg_scale guidance_scale cfg_channel",
-    "Training": "batch_size accumulation_steps epochs max_steps lr lr_schedule warmup_steps weight_decay adam_betas adam_eps "
+    "Training": "batch_size accumulation_steps epochs max_steps optimizer lr lr_schedule warmup_steps weight_decay adam_betas adam_eps "
     "grad_clip ema_decay ema_every ema_device on_nonfinite max_skipped step_timeout_min",
     "Loss": "loss lpips lpips_frames trained reconstruction logvar_init discriminator adversarial_weight adversarial_scale "
     "adversarial_start discriminator_lr",
@@ -66,14 +66,17 @@ GROUPS = {
     "val_image_size val_fps val_scheduler eval_data_path eval_every eval_num_samples",
     "Output": "save_dir save_fps sample_name prompt_as_path num_sample save_format",
     "Logging": "log_every wandb peak_tflops verbose",
-    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload cuda_graphs offload "
-    "vae_tiling step_cache",
+    "Speed and memory": "dtype frozen_weights device compile compiler compiler_config grad_checkpoint activation_offload weight_streaming "
+    "encoder_offload cuda_graphs offload vae_tiling step_cache",
     "Distributed": "plugin fsdp_reshard fsdp_gather fsdp_reduce shard_size hybrid_zero optimizer_offload sp_size cfg_parallel",
     "Randomness": "seed",
 }
 
 
-FROZEN_WEIGHTS = "storage of weights that are not trained: bf16 takes half of the memory"
+FROZEN_WEIGHTS = (
+    "storage of weights that are not trained: bf16 takes half of the memory; fp8 and int8 a quarter, and are less exact"
+)
+FrozenWeights = Literal["fp32", "bf16", "fp8", "int8"]
 
 
 class Bounds(NamedTuple):
@@ -161,7 +164,7 @@ class LoopConfig(RunConfig):
     lr: float = option("learning rate", 2e-5, POSITIVE)
     lr_schedule: Literal["constant", "cosine"] = option("learning rate after the warm-up", "constant")
     warmup_steps: int = option("optimizer steps over which the learning rate rises linearly", 0, COUNT)
-    weight_decay: float = option("decoupled weight decay of AdamW", 0.0, COUNT)
+    weight_decay: float = option("decoupled weight decay", 0.0, COUNT)
     adam_betas: tuple[float, float] = option("AdamW's averaging coefficients", (0.9, 0.999), FRACTION)
     adam_eps: float = option("AdamW's epsilon", 1e-8, POSITIVE)
     grad_clip: float = option("largest gradient norm; 0 switches clipping off", 1.0, COUNT)
@@ -246,6 +249,17 @@ class TrainConfig(LoopConfig):
         "none",
     )
     activation_offload: bool = option("keep activations of 1 MiB or more in the CPU's memory", False)
+    weight_streaming: int = option(
+        "ddp: how many blocks' weights are on the GPU, the others come from the CPU's memory in time; 0: all. Without lora their "
+        "gradients go there, and the optimizer steps there (one process)",
+        0,
+        COUNT,
+    )
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
+        "adamw8bit: torchao's, moments in 8 bits; muon: torch's, of the matrices of the blocks, AdamW of all else; see memory.md",
+        "adamw",
+    )
+    encoder_offload: bool = option("VAE, text and image encoder are on the GPU only while they work", False)
     cuda_graphs: bool = option("ddp: record forward and backward of each size once and replay it", False)
     peak_tflops: float | None = option("dense TFLOP/s of a device, for the MFU; None: by its name", None, POSITIVE)
     plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
@@ -259,7 +273,7 @@ class TrainConfig(LoopConfig):
         "train low-rank adapters: dict(rank=16, alpha=16, target_modules='attention', dropout=0.0); see fine-tuning.md",
         None,
     )
-    frozen_weights: Literal["fp32", "bf16"] = option(f"{FROZEN_WEIGHTS}; with lora, of its base", "fp32")
+    frozen_weights: FrozenWeights = option(f"{FROZEN_WEIGHTS}; with lora, of its base", "fp32")
     val_every: int = option("optimizer steps between two validations; 0: none", 0, COUNT)
     val_data_path: str | None = option("table of held-out clips for a loss, read with the settings of dataset", None)
     val_num_samples: int = option("clips of that table, evenly picked", 64, AT_LEAST_ONE)
@@ -305,19 +319,45 @@ class TrainConfig(LoopConfig):
             for name, on in (
                 (f"plugin={self.plugin!r}", self.plugin != "ddp"),
                 ("activation_offload=True", self.activation_offload),
+                ("weight_streaming", bool(self.weight_streaming)),
                 ("lora.dropout, which draws inside the model", bool(lora.get("dropout"))),
             )
             if self.cuda_graphs and on
         ]
         problems += frozen_in_fp32(self)
+        muon = self.optimizer == "muon"
+        problems += [
+            f"optimizer={self.optimizer!r} does not work {reason}. Use optimizer='adamw'{other}."
+            for wrong, reason, other in (
+                (self.optimizer != "adamw" and colossalai,
+                 f"{engine}, whose optimizer cuts flattened weights into chunks", ", or plugin='ddp'"),
+                (muon and self.plugin == "fsdp2",
+                 f"{engine}: it needs whole matrices, and a process has a shard", ", or plugin='ddp' with hybrid_zero=True"),
+                (muon and self.optimizer_offload,
+                 "with optimizer_offload=True: its matrix products would take a CPU minutes a step", " or 'adamw8bit'"),
+                (muon and self.weight_streaming and self.lora is None,
+                 "with weight_streaming, whose steps are taken on the CPU: its matrix products would take it minutes", " or 'adamw8bit'"),
+                (muon and self.lora is not None,
+                 "with lora: it makes the update of a whole matrix orthogonal, which low-rank factors are not", " or 'adamw8bit'"),
+            )
+            if wrong
+        ]  # fmt: skip
         level, sized = self.grad_checkpoint, self.val_num_frames is not None and self.val_image_size is not None
         return problems + [
             message
             for wrong, message in (
-                (self.activation_offload and level.startswith(("attention", "selective")),
-                 f"activation_offload does not reach what grad_checkpoint={level!r} keeps: use 'block' or 'mlp'."),
+                (self.activation_offload and not self.compile and level.startswith(("attention", "selective")),
+                 f"activation_offload reaches what grad_checkpoint={level!r} keeps with compile=True only: set it, or use 'block' or 'mlp'."),
+                (self.weight_streaming and self.lora is None and self.optimizer_offload,
+                 "optimizer_offload does nothing that weight_streaming without lora does not do: leave it out."),
+                (self.weight_streaming and self.plugin != "ddp",
+                 f"weight_streaming does not work with plugin={self.plugin!r}, which shards the weights itself: use plugin='ddp'."),
                 (self.fsdp_gather == "bf16" and self.plugin == "fsdp2" and self.dtype not in ("bf16", "bfloat16"),
                  f"fsdp_gather='bf16' is for dtype='bf16': with dtype={self.dtype!r} keep fsdp_gather='fp32'."),
+                (self.frozen_weights in ("fp8", "int8") and colossalai,
+                 f"frozen_weights={self.frozen_weights!r} does not work {engine}, which casts the whole model: use 'bf16', or ddp or fsdp2."),
+                (self.frozen_weights in ("fp8", "int8") and self.fsdp_gather == "bf16",
+                 f"fsdp_gather='bf16' would cast weights in {self.frozen_weights}, which travel as they are stored: leave it out."),
                 (self.compile and lora.get("dropout"),
                  "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."),
                 (buckets and not variable,
@@ -405,7 +445,7 @@ class InferenceConfig(RunConfig):
         None,
     )
     lora_scale: float | list[float] = option("their strength, one or one for each; 0 is the model alone", 1.0)
-    frozen_weights: Literal["fp32", "bf16"] = option(f"{FROZEN_WEIGHTS}; of the whole model", "fp32")
+    frozen_weights: FrozenWeights = option(f"{FROZEN_WEIGHTS}; of the whole model", "fp32")
     save_format: Literal["mp4", "webm", "gif"] = option("of the videos; a single frame is a PNG", "mp4")
     verbose: int = option("0 errors only, 1 progress, 2 details", 1, COUNT)
     negative_prompt: list[str] | None = option("one for all prompts, or one for each; None: no text", None)

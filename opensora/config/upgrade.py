@@ -130,7 +130,6 @@ _OPEN_LOOP = {
         "data are a table with one clip per row: --data-path TABLE; a folder of clips: opensora finetune FOLDER",
     ),
     "num_steps": "of training: --max-steps N; of the sampler: --num-sampling-steps N",
-    "optimizer": "it is AdamW: --lr, --weight-decay, --adam-betas, --adam-eps",
     "report_to": "--wandb adds Weights & Biases; TensorBoard files and metrics.jsonl are always written",
     "resolution": "--image-size HEIGHT WIDTH, or --bucket-config with that resolution",
     "use_ema": "EMA weights are always kept: --ema-decay DECAY",
@@ -142,9 +141,14 @@ _OPEN_WEIGHTS = dict.fromkeys(
 TRAIN_OPEN = {
     **_OPEN_LOOP,
     **_OPEN_WEIGHTS,
+    **dict.fromkeys(("use_8bit_adam", "use_8bit"), "--optimizer adamw8bit"),
     "fps": "--frame-interval N takes every n-th frame, --dataset.target_fps FPS frames at that rate",
 }
-VAE_TRAIN_OPEN = {**_OPEN_LOOP, "resolution": "--image-size HEIGHT WIDTH"}
+VAE_TRAIN_OPEN = {
+    **_OPEN_LOOP,
+    "optimizer": "it is AdamW: --lr, --weight-decay, --adam-betas, --adam-eps",
+    "resolution": "--image-size HEIGHT WIDTH",
+}
 INFERENCE_OPEN = {
     **_OPEN,
     **_OPEN_WEIGHTS,

@@ -13,6 +13,7 @@ from opensora.config.load import InferenceConfig, config_from_dict, parse_config
 from opensora.inference.sizes import overlap, take_whole_patches
 from opensora.models.image_encoder import argument, check_image_encoder
 from opensora.models.loading import store_frozen
+from opensora.models.quantised_linear import QUANTISED
 from opensora.registry import DENOISERS, IMAGE_ENCODERS, SAMPLERS, TEXT_ENCODERS, VAES, build_module
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts
@@ -59,20 +60,23 @@ def build_components(cfg: InferenceConfig, device: torch.device | None = None) -
         overlap(vae, vae.legal_num_frames(cfg.num_frames), cfg.condition_frame_length)  # refuses what cannot be shared
     text_encoder = build_module(cfg.text_encoder, TEXT_ENCODERS)
     image_encoder = None if cfg.image_encoder is None else build_module(cfg.image_encoder, IMAGE_ENCODERS)
+    # a LoRA is merged into weights that are not quantised yet
+    stored = "bf16" if adapters and cfg.frozen_weights in QUANTISED else cfg.frozen_weights
     model = build_module(
         cfg.model,
         DENOISERS,
         in_channels=vae.out_channels,
         caption_channels=text_encoder.output_dim,
         model_max_length=text_encoder.model_max_length,
-        frozen_weights=cfg.frozen_weights,
+        frozen_weights=stored,
         device=device,
     )
-    store_frozen(model, cfg.frozen_weights)
+    store_frozen(model, stored)
     if cfg.model.get("from_pretrained") is None:
         warnings.warn("the model has random weights; name a checkpoint with --ckpt-path.", stacklevel=3)
     for path, adapter, scale in adapters:
         merge_adapter(model, adapter, scale, path)
+    store_frozen(model, cfg.frozen_weights)
     for part in (model, vae, text_encoder, *([] if image_encoder is None else [image_encoder])):
         part.requires_grad_(False).eval()
     return Components(model, vae, text_encoder, scheduler, image_encoder)

@@ -49,10 +49,11 @@ def estimate(
     last = decoder.last_layer  # [3, C, ...]
     decoding = DECODER_TENSORS * min(frames, num_frames) * height * width * last.shape[1] * last.element_size()
     weights, vae_weights = _num_bytes(model), _num_bytes(vae)
-    text_weights = _num_bytes(getattr(pipeline.text_encoder, "encoder", pipeline.text_encoder))
-    text_weights += _num_bytes(pipeline.image_encoder)
-    if place.policy == "none":
-        return weights + vae_weights + text_weights + max(denoising, decoding)
+    text = [getattr(pipeline.text_encoder, "encoder", pipeline.text_encoder), pipeline.image_encoder]
+    text_weights = sum(map(_num_bytes, text))
+    if place.policy == "none":  # in a training, encoders may come when they work
+        here = [_num_bytes(part, pipeline.device) for part in (model, vae, *text)]
+        return sum(here) + max(text_weights - sum(here[2:]), denoising, vae_weights - here[1] + decoding)
     if place.policy == "block":  # two of them at a time, and the first
         blocks = [_num_bytes(block) for block in model.transformer_blocks()]
         weights += 3 * max(blocks, default=0) - sum(blocks)
@@ -142,7 +143,8 @@ def _joins_guidance(scheduler: Any) -> bool:
     return not calls_parts(scheduler) and scheduler.guidance.batching == "joint"
 
 
-def _num_bytes(part: Any) -> int:
-    """Of the parameters and buffers of a module; 0 for what is none."""
+def _num_bytes(part: Any, device: torch.device | None = None) -> int:
+    """Of the parameters and buffers of a module, or of those on `device`; 0 for what is none."""
     tensors = [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else []
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())  # tied: once
+    unique = {id(t): t for t in tensors if device is None or t.device.type == device.type}.values()  # tied: once
+    return sum(tensor.numel() * tensor.element_size() for tensor in unique)

@@ -140,7 +140,8 @@ class VideoPipeline:
         image_encoder: for denoisers that read features of images.
         device: where everything works.
         dtype: of the denoiser's matrix products (autocast); the sampler computes in fp32.
-        offload: where weights are while they are not used: see `opensora.acceleration.offload`.
+        offload: where weights are while they are not used: see `opensora.acceleration.offload`. None: the parts are where they
+            belong, and nothing moves them, as those of a training.
         plan: the processes that make a video together; all of them must make the same calls.
         step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
         defaults, seed: for what a call leaves out; None: a call leaves nothing out.
@@ -160,7 +161,7 @@ class VideoPipeline:
         image_encoder: Any = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "fp32",
-        offload: Policy = "none",
+        offload: Policy | None = "none",
         plan: ParallelPlan | None = None,
         step_cache: StepCache | None = None,
         defaults: VideoSize | None = None,
@@ -183,7 +184,7 @@ class VideoPipeline:
         self.motion_flow = motion_flow
         self._warned_of_guidance = False
         parts = {"model": model, "vae": vae, "text_encoder": text_encoder, "image_encoder": image_encoder}
-        self.place = Placement(parts, self.device, offload)
+        self.place = Placement({} if offload is None else parts, self.device, offload or "none")
 
     @property
     def defaults(self) -> VideoSize:
@@ -446,7 +447,8 @@ class VideoPipeline:
             for (seed, index), start in zip(request.ids, request.starts, strict=True):
                 encoded: list[Tensor] = []
                 if start.references:
-                    encoded = encode_references(self.vae, start.references, seed, index, mode=mode)
+                    options: Any = {"mode": mode, "device": self.device}
+                    encoded = encode_references(self.vae, start.references, seed, index, **options)
                 latents.append([self.plan.broadcast(z) for z in encoded])
         return latents
 

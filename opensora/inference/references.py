@@ -192,13 +192,19 @@ def edit(video: Tensor, vae: VideoVAE, num_frames: int, ratio: float) -> Conditi
 
 
 def encode_references(
-    vae: VideoVAE, references: Sequence[Tensor], seed: int, prompt_index: int, *, mode: bool = False
+    vae: VideoVAE,
+    references: Sequence[Tensor],
+    seed: int,
+    prompt_index: int,
+    *,
+    mode: bool = False,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
-    """Scaled latents [C, t_i, h, w], fp32, of references [3, T_i, H, W], on the VAE's device.
+    """Scaled latents [C, t_i, h, w], fp32, of references [3, T_i, H, W], on `device`; None: where the VAE's weights are.
 
     The posterior's noise depends on seed, prompt and index of the reference, and on nothing else; with `mode` there is none.
     """
-    device = next(vae.parameters()).device
+    device = next(vae.parameters()).device if device is None else device
     with torch.no_grad():
         return [
             vae.mode(vae.moments(x[None].to(device)))[0]

@@ -26,6 +26,7 @@ from opensora.checkpoint.load import load_strictly, open_checkpoint, read_weight
 from opensora.checkpoint.save import MANIFEST
 from opensora.checkpoint.weight_files import find_weights, kind_of
 from opensora.models.layers.embedders import CaptionEmbedder
+from opensora.models.quantised_linear import QUANTISED, QuantisedLinear, quantise_linears
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
@@ -164,7 +165,8 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
             embedder.clear_null()  # training that drops no captions gives it no meaning, but would save it
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
     initial = [why for name, why in conversion.initial.items() if name not in tensors]
-    notes = [f"{len(tensors)} of {len(own)} tensors in {dtypes}"]
+    ours = sum(not name.endswith(".weight_scale") for name in own)  # of what is quantised here
+    notes = [f"{len(tensors)} of {ours} tensors in {dtypes}"]
     for done, reasons in (
         ("converted", conversion.converted.values()),
         ("dropped", conversion.dropped.values()),
@@ -178,21 +180,26 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     return report
 
 
-def store_frozen(model: nn.Module, dtype: str) -> None:
-    """Store the weights of linear layers and convolutions in `dtype`, in which autocast multiplies by them anyway.
+def store_frozen(model: Any, dtype: str) -> None:
+    """Store the weights of a denoiser's linear layers and convolutions in bf16, in which autocast multiplies by them anyway, or in less.
 
     All others stay fp32: biases, norms, tables, and layers inside of a module marked `outside_autocast`. It is for weights that nothing
-    trains: of an update below 0.2 % of a weight nothing would be left.
+    trains: of an update below 0.2 % of a weight nothing would be left. What is quantised already stays as it is.
 
     Args:
-        dtype: "fp32" changes nothing, "bf16" halves the memory.
+        dtype: "fp32" changes nothing, "bf16" halves the memory; "fp8" and "int8" quantise the linear layers inside the blocks, see
+            `opensora.models.quantised_linear`, and store what else "bf16" would as that does.
     """
     if dtype == "fp32":
         return
     outside = [part for part in model.modules() if getattr(part, "outside_autocast", False)]
     kept = {layer for part in outside for layer in part.modules()}
+    if dtype in QUANTISED:
+        for block in model.transformer_blocks():
+            quantise_linears(block, dtype, kept)
+        dtype = "bf16"
     for layer in model.modules():
-        if isinstance(layer, nn.Linear | _ConvNd) and layer not in kept:
+        if isinstance(layer, nn.Linear | _ConvNd) and not isinstance(layer, QuantisedLinear) and layer not in kept:
             layer.weight.data = layer.weight.data.to(to_torch_dtype(dtype))  # one at a time
 
 

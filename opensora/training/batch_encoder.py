@@ -9,8 +9,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from opensora.acceleration.offload import offload_between_calls
 from opensora.config.schema import TrainConfig
 from opensora.contracts import VAE, Denoiser, TextEncoder
 from opensora.datasets.buckets.bucket import Buckets
@@ -18,11 +19,15 @@ from opensora.models.image_encoder import required_frames_of
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.text_encoder.classes import check_classes
 from opensora.models.text_encoder.condition import TextCondition
+from opensora.models.vae.base import VideoVAE
 from opensora.schedulers.mask_ratios import KINDS, MaskRatios
 from opensora.utils.errors import UserError
 from opensora.utils.seed import rand
 
 logger = logging.getLogger(__name__)
+
+ENCODING = ("moments", "sliced_moments", "sample", "mode", "encode", "decode", "encode_images")
+"""What is called of a VAE, a text encoder or an image encoder, and may use its weights."""
 
 
 class BatchEncoder:
@@ -267,3 +272,27 @@ def freeze(module: Any, device: torch.device) -> Any:
     """A frozen encoder in eval mode on `device`, in its own dtype; sharded if it can be."""
     module = module.requires_grad_(False).eval().to(device)
     return module.shard() if hasattr(module, "shard") else module
+
+
+def freeze_encoder(encoder: Any, device: torch.device, *, stored: bool = False, offload: bool = False) -> Any:
+    """A frozen VAE, text encoder or image encoder that works on `device`.
+
+    Args:
+        encoder: freshly built, on the CPU.
+        stored: the data hold what it would encode, so that only an empty prompt or a validation calls it.
+        offload: its weights are to be on the device only while it works.
+
+    With either, the weights stay in the CPU's memory between calls, with `offload` in pinned memory. Sharded weights and those
+    with an order of their own (`between_uses`) are left to themselves.
+    """
+    sharded = getattr(encoder, "shards", hasattr(encoder, "shard"))
+    has_own_order = sharded or getattr(encoder, "between_uses", "keep") != "keep"
+    if offload and sharded:
+        logger.warning("encoder_offload=True does not move a %s whose weights are sharded.", type(encoder).__name__)
+    if has_own_order or not (stored or offload) or not isinstance(encoder, nn.Module):
+        return freeze(encoder, device)
+    encoder.requires_grad_(False).eval()
+    scaling = (VideoVAE.sample, VideoVAE.mode)  # need no weights, so that stored moments never load them
+    names = [n for n in ENCODING if hasattr(encoder, n) and getattr(type(encoder), n, None) not in scaling]
+    offload_between_calls(encoder, names, device, pin=offload)
+    return encoder

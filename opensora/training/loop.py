@@ -16,22 +16,34 @@ from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
 from opensora.config.schema import LoopConfig
 from opensora.training.ema import EMA
+from opensora.training.optimizers import ChainedOptimizer, adamw_8bit, muon
 from opensora.training.run import RunState
+from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
 def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over what is trainable."""
+    """The config's `optimizer` over what is trainable, AdamW where there is no such field.
+
+    Raises:
+        UserError: no weight is one for this optimizer.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        trainable,
-        lr=cfg.lr,
-        betas=cfg.adam_betas,
-        eps=cfg.adam_eps,
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
+    settings: dict[str, Any] = {
+        "lr": cfg.lr,
+        "betas": cfg.adam_betas,
+        "eps": cfg.adam_eps,
+        "weight_decay": cfg.weight_decay,
+    }
+    if (name := getattr(cfg, "optimizer", "adamw")) == "adamw":
+        return torch.optim.AdamW(trainable, **settings, fused=True)
+    first = adamw_8bit(trainable, **settings) if name == "adamw8bit" else muon(model, cfg.lr, cfg.weight_decay)
+    if first is None:
+        raise UserError(f"optimizer={name!r}: none of the trained weights is one for it. Use --optimizer adamw.")
+    taken = {parameter for group in first.param_groups for parameter in group["params"]}
+    rest = [parameter for parameter in trainable if parameter not in taken]
+    return ChainedOptimizer(first, *([torch.optim.AdamW(rest, **settings, fused=True)] if rest else []))
 
 
 def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
@@ -65,7 +77,10 @@ def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give all parameter groups this learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):  # torchao's: compiled, a number would be a part of the program
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
@@ -74,7 +89,7 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     Warns of settings that are not those of its run.
 
     Raises:
-        UserError: it is missing or incomplete.
+        UserError: it is missing or incomplete, or of another `optimizer`.
     """
     if cfg.load is None:
         return None
@@ -87,6 +102,12 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     else:
         source = open_checkpoint(cfg.load, check=cfg.load_check).path
     before = open_checkpoint(source).manifest.get("config") or {}
+    was, wanted = (of.get("optimizer", "adamw") for of in (before, to_dict(cfg)))
+    if was != wanted:
+        raise UserError(
+            f"load={str(source)!r} has the state of optimizer={was!r}, which {wanted!r} cannot continue: use --optimizer {was}, or "
+            f"begin a new run from its weights with --ckpt-path {source}."
+        )
     if changes := changed_settings(before, to_dict(cfg)):
         logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
     return source

@@ -51,6 +51,7 @@ def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
     """
     check_lora()
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     names = target_names(model, options.target_modules)
     config = LoraConfig(
@@ -65,6 +66,9 @@ def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
         parameter.requires_grad_(FACTOR.search(name) is not None)
         if parameter.requires_grad:  # peft gives adapters the dtype of the base, which may be stored in bf16
             parameter.data = parameter.data.float()
+    for layer in model.modules():  # of a base in fp8, whose three bits are too few for an initial A
+        if isinstance(layer, LoraLayer) and layer.get_base_layer().weight.dtype == torch.float8_e4m3fn:
+            layer.reset_lora_parameters("default", init_lora_weights=True)
     if options.dropout > 0:
         rank = dist.get_rank() if dist.is_initialized() else 0
         passes = _Passes(model)

@@ -164,7 +164,8 @@ def build_validation(
         loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler, report)
     if (sampler := build_val_sampler(cfg)) is not None:
         options: Any = {"image_encoder": encode.image_encoder, "device": world.device, "dtype": cfg.dtype}
-        pipeline = VideoPipeline(model, vae, text_encoder, sampler, **options)
+        # nothing is moved: the denoiser is where its engine has it, and encoders come and go by themselves
+        pipeline = VideoPipeline(model, vae, text_encoder, sampler, offload=None, **options)
         samples = SampleVideos(cfg, world, pipeline, run / "validation", log, report)
     return Validation(cfg.val_every, model, ema, loss, samples, log)
 

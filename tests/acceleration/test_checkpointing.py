@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.checkpointing import (
-    _Offload,
     checkpoint_activations,
-    offload_activations,
 )
 from opensora.acceleration.compile import compile_blocks
+from opensora.acceleration.streaming import BlockStreams, stream_blocks
 from opensora.config.schema import checkpointed_parts
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
@@ -59,7 +58,7 @@ def test_names_of_the_state_stay():
     for level in LEVELS:
         assert toy(level).state_dict().keys() == plain
     moved = toy("block")
-    offload_activations(moved)
+    stream_blocks(moved, torch.device("cpu"), resident=2, activations=True)
     assert moved.state_dict().keys() == plain
 
 
@@ -299,29 +298,6 @@ def test_blocks_without_an_mlp():
         checkpoint_activations([nn.Linear(2, 2)], "mlp")
 
 
-@pytest.mark.parametrize("level", ["none", "block", "mlp"])
-def test_offloading_changes_no_gradient(plain, level):
-    model = toy(level)
-    offload_activations(model, min_bytes=0)
-    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model), strict=True))
-
-
-def test_what_is_moved_and_what_stays(monkeypatch):
-    moved: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor) or tensor.clone())
-    model = toy("block")
-    offload_activations(model, min_bytes=4096)
-    weights = {tuple(parameter.shape) for parameter in model.parameters()}
-    gradients(model)
-    assert len(moved) >= DEPTH  # the input of each block at least
-    assert all(tensor.numel() * tensor.element_size() >= 4096 for tensor in moved)
-    assert not any(tuple(tensor.shape) in weights or tuple(tensor.shape)[::-1] in weights for tensor in moved)
-    moved.clear()
-    with torch.no_grad():
-        model(**inputs(model))
-    assert not moved
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
@@ -341,58 +317,13 @@ def check_sharded(rank: int, world_size: int, folder: Path) -> None:
             names = model.state_dict().keys()
             checkpoint_activations(model.transformer_blocks(), level)
             if offloaded:
-                offload_activations(model, min_bytes=0)
+                BlockStreams(model.transformer_blocks(), torch.device("cpu"), min_bytes=0)
             for block in model.transformer_blocks():
                 fully_shard(block)
             fully_shard(model)
             got = [gradient.full_tensor() for gradient in gradients(model)]
             torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
             assert model.state_dict().keys() == names
-
-
-LAYOUTS = {
-    "contiguous": torch.arange(24.0).view(2, 3, 4),
-    "channels last": torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "rows with a gap": torch.arange(4 * 8.0).view(4, 8)[:, :7],
-    "repeated": torch.arange(2 * 8.0).view(2, 1, 1, 8)[..., :7].expand(2, 3, 5, 7),
-    "a part of three": torch.arange(2 * 5 * 12.0).view(2, 5, 12).chunk(3, dim=-1)[1].transpose(0, 1),
-    "sharing elements": torch.arange(9.0).unfold(0, 5, 1),
-    "a number": torch.tensor(3.0),
-    "nothing": torch.zeros(0, 4),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_comes_back_lies_as_it_lay(name):
-    tensor = LAYOUTS[name]
-    offload = _Offload(0, set())
-    kept, _, *layout = offload.pack(tensor)
-    assert kept.numel() == (14 if name == "repeated" else tensor.numel())
-    back = offload.unpack((kept.contiguous().clone(), tensor.device, *layout))
-    assert torch.equal(back, tensor)
-    assert back.stride() == tensor.stride()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", ["none", "block"])
-def test_offloading_frees_the_gpu(level):
-    """The same gradients, from copies that travel on a stream of their own, and less memory after the forward pass."""
-    after, found = [], []
-    for offloaded in (False, True):
-        model = build("STDiT", depth=DEPTH).train().cuda()
-        checkpoint_activations(model.transformer_blocks(), level)
-        if offloaded:
-            offload_activations(model, min_bytes=1 << 14)
-        cond = {name: value.cuda() for name, value in inputs(model, size=(8, 32, 32)).items()}
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        loss = model(**cond).square().mean()
-        torch.cuda.synchronize()
-        after.append(torch.cuda.memory_allocated() - before)
-        loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(found[1], found[0])
-    assert after[1] < 0.6 * after[0]
 
 
 @pytest.mark.parametrize("level", ["every:2", "mlp", "mlp:2/3", "selective", "selective:2", "selective+every:2"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.offload import OffloadedModule, Placement
+from opensora.acceleration.offload import OffloadedModule, Placement, offload_between_calls
 from opensora.inference.memory import advice, available_memory, estimate, oom_report, tile_images
 from opensora.inference.pipeline import VideoPipeline
 from opensora.utils.errors import UserError
@@ -28,23 +28,21 @@ def test_offloading_changes_no_bit(cfg, policy, step_cache):
     moved = VideoPipeline.from_config(replace(cfg, offload=policy))
     assert torch.equal(plain, moved([A], seed=1, **SIZE))
     assert torch.equal(plain, moved([A], seed=1, **SIZE))  # and again, after everything went home
-    parts = [*moved.place._offloaded.values(), *(moved.place.stream.blocks if policy == "block" else [])]
-    assert len(parts) == (3 if policy == "model" else 5)
-    assert not any(part.loaded for part in parts)
+    assert len(moved.place._offloaded) == 3
+    assert not any(part.loaded for part in moved.place._offloaded.values())
+    assert (moved.place.blocks is None) == (policy == "model")
+    assert policy == "model" or not moved.place.blocks.held
 
 
 def test_blocks_come_one_ahead_and_go(cfg):
     pipeline = VideoPipeline.from_config(
         replace(cfg, offload="block", model={**cfg.model, "depth": 4, "from_pretrained": None})
     )
-    stream, seen = pipeline.place.stream, []
-    assert stream is not None
+    blocks, seen = pipeline.place.blocks, []
     for block in pipeline.model.blocks:
-        block.attn.register_forward_hook(lambda *_: seen.append([offloaded.loaded for offloaded in stream.blocks]))
+        block.attn.register_forward_hook(lambda *_: seen.append({number + 1 for number in blocks.held}))
     pipeline([A], seed=1, guidance_scale=1.0, **SIZE)
-    one, none = True, False
-    first = [[one, one, none, none], [one, one, one, none], [one, none, one, one], [one, one, none, one]]
-    later = [first[0], *first[1:]]
+    first, later = [set(), {1, 2}, {2, 3}, {3, 1}], [{3, 1}, {1, 2}, {2, 3}, {3, 1}]
     assert seen == first + later * 2
 
 
@@ -68,6 +66,29 @@ def test_weights_work_on_a_copy_and_come_home():
     assert layer.weight.data_ptr() == home
     tied = nn.ModuleList([layer, layer])
     assert len(OffloadedModule(tied.parameters(), torch.device("cpu")).pairs) == len(offloaded.pairs) == 2
+
+
+def test_a_module_is_loaded_for_each_call_and_leaves_after_an_error_too():
+    class Doubled(nn.Linear):
+        def twice(self, x):
+            out = self.once(self.once(x))
+            seen.append(self.weight.data_ptr() != home)  # a call inside a call does not unload
+            return out
+
+        def once(self, x):
+            seen.append(self.weight.data_ptr() != home)
+            return self(x)
+
+    layer, seen = Doubled(3, 3), []
+    expected = layer(layer(torch.ones(2, 3)))
+    offloaded = offload_between_calls(layer, ["once", "twice"], torch.device("cpu"))
+    home = layer.weight.data_ptr()
+    assert torch.equal(layer.twice(torch.ones(2, 3)), expected)
+    assert layer.weight.data_ptr() == home
+    with pytest.raises(RuntimeError):
+        layer.once(torch.ones(2, 4))
+    assert seen == [True] * 4
+    assert not offloaded.loaded
 
 
 def test_parts_without_weights_are_left_alone():
@@ -111,6 +132,10 @@ def test_the_estimate_adds_up(cfg):
     assert needed(batch=50, dtype="bf16") == weights + 50 * 12 * tokens
     assert needed(batch=50, step_cache={"type": "pab"}) == needed(batch=50) + (2 * 3 + 2) * 50 * 2 * tokens
     assert needed(image_size=(64, 96), vae_tiling=32) < needed(image_size=(64, 96))
+    text = sum(w.nbytes for w in [*pipeline.text_encoder.parameters(), *pipeline.text_encoder.buffers()])
+    pipeline.text_encoder.to("meta")  # elsewhere, and there when the others do not work
+    assert estimate(pipeline, 1, 4, (32, 48), 2.0) == weights - text + max(2 * 12 * tokens, decoding, text)
+    assert estimate(pipeline, 9999, 4, (32, 48), 2.0) == weights - text + 9999 * 2 * 12 * tokens
 
 
 def test_out_of_memory_says_what_helps(cfg):

@@ -49,6 +49,39 @@ def test_one_process(train, plugin, dtype):
     assert values(whole, "lr")[3:] == values(rest, "lr")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [
+    pytest.param("adamw8bit", marks=pytest.mark.extra),
+    pytest.param("muon", marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="came with torch 2.9")),
+])  # fmt: skip
+def test_every_optimizer(train, optimizer, capsys):
+    """To the bit, inside the warm-up; and another cannot take its state over."""
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao")
+    options = (*OPTIONS, "--batch-size=2", "--model.hidden_size=128")
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+        whole = train(*options, f"--optimizer={optimizer}", name="whole")
+        first = f"--load={complete_checkpoints(whole)[0]}"
+        rest = train(*options, f"--optimizer={optimizer}", first, name="rest")
+    assert_same_end(whole, rest)
+    assert values(whole, "loss")[3:] == values(rest, "loss")
+    state = open_checkpoint(complete_checkpoints(rest)[-1]).tensors("optimizer")
+    layer = "blocks.0.mlp.fc1"
+    own = {
+        "muon": {"momentum_buffer"},
+        "adamw8bit": {"step", *(f"exp_avg{end}" for end in ("", "_scale", "_sq", "_sq_scale"))},
+    }
+    assert {name.rpartition("/")[2] for name in state if name.startswith(f"{layer}.weight/")} == own[optimizer]
+    assert {name.rpartition("/")[2] for name in state if name.startswith(f"{layer}.bias/")} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    with pytest.raises(SystemExit, match="2"):
+        train(*options, first, name="other")
+    assert f"has the state of optimizer='{optimizer}', which 'adamw' cannot continue" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 
 from opensora.checkpoint.load import complete_checkpoints
 from opensora.inference.pipeline import VideoPipeline
+from opensora.models.loading import store_frozen
 from opensora.models.wan.convert import FOLDERS
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
@@ -20,12 +21,13 @@ WAN = {
     "type": "Wan",
     "in_channels": 4,
     "hidden_size": 24,
-    "depth": 2,
+    "depth": 3,
     "num_heads": 2,
     "ffn_dim": 32,
     "caption_channels": 16,
 }
 LORA = ("--lora.rank=4", "--lora.target_modules=all-linear")
+STREAMS = ("--weight-streaming=2", "--grad-checkpoint=block")
 RESUMED = ("--max-steps=4", "--ckpt-every=2", "--batch-size=2")
 
 
@@ -81,6 +83,10 @@ def base(toy_config) -> str:
 KINDS = {
     "full": (),
     "LoRA": (*LORA, "--frozen-weights=bf16", "--dtype=bf16"),
+    "LoRA on fp8": (*LORA, "--frozen-weights=fp8", "--dtype=bf16"),
+    "LoRA on int8": (*LORA, "--frozen-weights=int8", "--dtype=bf16", "--grad-checkpoint=selective"),
+    "streamed": STREAMS,
+    "streamed LoRA on int8": (*LORA, "--frozen-weights=int8", "--dtype=bf16", *STREAMS),
     "high": ("--model.boundary=0.875", "--model.expert=high", "--scheduler.interval=(0.875, 1.0)"),
     "low": ("--model.boundary=0.875", "--model.expert=low", "--scheduler.interval=(0.0, 0.875)"),
 }
@@ -95,17 +101,20 @@ def test_a_resume_is_the_whole_run_to_the_bit(kind, train, base):
     assert_same_run(whole, rest)
     assert losses(whole)[2:] == losses(rest)
     names = tensors(whole, "model").keys()
-    assert all(("lora_" in name) == (kind == "LoRA") for name in names)
+    assert all(("lora_" in name) == ("LoRA" in kind) for name in names)
 
 
 def test_a_base_in_bf16_begins_as_one_in_fp32(train, base):
     """Autocast rounds it alike; later the adapters differ, whose first values peft rounds too."""
-    fp32, bf16 = (
+    fp32, bf16, fp8, int8 = (
         losses(train(*LORA, "--dtype=bf16", base, f"--frozen-weights={dtype}", name=dtype))
-        for dtype in ("fp32", "bf16")
+        for dtype in ("fp32", "bf16", "fp8", "int8")
     )
     assert fp32[0] == bf16[0]
     assert bf16 == pytest.approx(fp32, rel=2e-3)
+    assert fp8 == pytest.approx(fp32, rel=2e-2)
+    assert int8 == pytest.approx(fp32, rel=5e-3)
+    assert fp32[0] not in (fp8[0], int8[0])
 
 
 @pytest.mark.parametrize(
@@ -113,6 +122,17 @@ def test_a_base_in_bf16_begins_as_one_in_fp32(train, base):
     [
         (("--frozen-weights=bf16", "--dtype=bf16"), "frozen_weights='bf16' has no effect without lora"),
         ((*LORA, "--frozen-weights=bf16"), "frozen_weights='bf16' needs dtype='bf16'"),
+        (("--weight-streaming=2", "--plugin=fsdp2"), "weight_streaming does not work with plugin='fsdp2'"),
+        (("--weight-streaming=2", "--cuda-graphs=True"), "cuda_graphs=True does not work with weight_streaming"),
+        (("--weight-streaming=2", "--optimizer-offload=True"), "optimizer_offload does nothing that weight_streaming"),
+        (("--weight-streaming=2", "--optimizer=muon"), "optimizer='muon' does not work with weight_streaming"),
+        (("--weight-streaming=3",), "weight_streaming=3: a number of blocks from 2 to 2, as the model has 3"),
+        (("--activation-offload=True", "--grad-checkpoint=attention"), "keeps with compile=True only"),
+        (
+            (*KINDS["LoRA on fp8"], "--plugin=fsdp2", "--fsdp-gather=bf16"),
+            "fsdp_gather='bf16' would cast weights in fp8",
+        ),
+        ((*KINDS["LoRA on fp8"], "--plugin=zero2"), "frozen_weights='fp8' does not work with plugin='zero2'"),
         (("--fsdp-gather=bf16",), "fsdp_gather='bf16' has no effect with plugin='ddp'"),
         (("--plugin=fsdp2", "--fsdp-gather=bf16"), "fsdp_gather='bf16' is for dtype='bf16'"),
     ],
@@ -128,17 +148,51 @@ def test_validation_makes_videos_and_a_checkpoint_samples_the_same_block_by_bloc
     run = train("--val-every=2", "--val-prompts=['a white dog']", "--ckpt-every=2", "--dtype=bf16", base)
     assert len(list(run.rglob("*.mp4"))) == 1
     sampled = {}
-    for offload, frozen in (("none", "fp32"), ("none", "bf16"), ("block", "bf16"), ("model", "bf16")):
+    ways = (("none", "fp32"), ("none", "bf16"), ("block", "bf16"), ("model", "bf16"), ("none", "fp8"), ("block", "fp8"))
+    for offload, frozen in ways:
         pipeline = VideoPipeline.from_pretrained(
             complete_checkpoints(run)[-1], "cpu", offload=offload, frozen_weights=frozen, dtype="bf16", num_frames=5
         )
-        assert (pipeline.model.net.proj_out.weight.dtype == torch.bfloat16) == (frozen == "bf16")
+        assert (pipeline.model.net.proj_out.weight.dtype == torch.float32) == (frozen == "fp32")
         sampled[offload, frozen] = pipeline(["a white dog", "a city"])
+    fp8 = sampled.pop(("none", "fp8"))
+    assert torch.equal(sampled.pop(("block", "fp8")), fp8)
     first = sampled.pop(("none", "fp32"))
+    assert not torch.equal(fp8, first)
     assert all(torch.equal(video, first) for video in sampled.values())
     with pytest.raises(UserError, match="frozen_weights='bf16' needs dtype='bf16'"):
         VideoPipeline.from_pretrained(complete_checkpoints(run)[-1], "cpu", frozen_weights="bf16", dtype="fp32")
     assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "LoRA"])
+def test_streams_change_no_bit(kind, train, base, capsys):
+    options = (*KINDS[kind], "--val-every=1", "--val-prompts=['a white dog']", base)
+    runs = [
+        train(*options, *streams, name=f"{len(streams)}") for streams in ((), (*STREAMS, "--activation-offload=True"))
+    ]
+    assert_same_run(*runs)
+    assert losses(runs[0]) == losses(runs[1])
+    assert "activation_offload has no effect on a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_lora_is_merged_before_its_base_is_quantised(train, base):
+    checkpoint = complete_checkpoints(train(*KINDS["LoRA on fp8"], base, "--ckpt-every=2"))[-1]
+    bf16, fp8, without = (
+        VideoPipeline.from_pretrained(checkpoint, "cpu", dtype="bf16", num_frames=5, **options).model
+        for options in (
+            {"frozen_weights": "bf16"},
+            {"frozen_weights": "fp8"},
+            {"frozen_weights": "fp8", "lora_scale": 0.0},
+        )
+    )
+    store_frozen(bf16, "fp8")
+    weight = fp8.net.blocks[0].ffn.net[2].weight
+    assert weight.dtype == torch.float8_e4m3fn
+    assert not torch.equal(weight, without.net.blocks[0].ffn.net[2].weight)
+    assert all(torch.equal(tensor, bf16.state_dict()[name]) for name, tensor in fp8.state_dict().items())
 
 
 @pytest.mark.slow
@@ -164,6 +218,7 @@ TOGETHER = {
 }
 HALF = {
     "lora": ("--plugin=fsdp2", *KINDS["LoRA"]),
+    "streams": (*KINDS["LoRA"], *STREAMS),
     "gather": ("--plugin=fsdp2", "--fsdp-gather=bf16", "--fsdp-reduce=bf16", "--dtype=bf16"),
 }
 
@@ -181,7 +236,7 @@ def test_two_processes_train_as_one(train, together, base):
     for run in found[: len(TOGETHER)]:
         torch.testing.assert_close(losses(run), losses(one), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(tensors(run, "ema"), tensors(one, "ema"), atol=2e-5, rtol=1e-4)
-    for run, alone in zip(found[len(TOGETHER) :], (lora, bf16), strict=True):
+    for run, alone in zip(found[len(TOGETHER) :], (lora, lora, bf16), strict=True):
         torch.testing.assert_close(losses(run), losses(alone), atol=1e-3, rtol=2e-3)
     assert json.loads((found[0] / "config.json").read_text())["sp_size"] == 2
 

@@ -275,6 +275,8 @@ def test_frozen_parts_in_their_format_and_where_they_are():
     ffn_out = 24 * 10240 * 4096  # T5's, which stay fp32 in fp16
     assert frozen() == 4 * (text + vae)
     assert frozen("--text_encoder.dtype=bf16") == 2 * text + 4 * vae
+    linear, rows = 24 * (4 * 4096 * 4096 + 3 * 10240 * 4096), 24 * (5 * 4096 + 2 * 10240)
+    assert frozen("--text_encoder.dtype=int8") == 2 * text - linear + 4 * rows + 4 * vae
     assert frozen("--text_encoder.dtype=fp16") == 2 * text + 2 * ffn_out + 4 * vae
     assert frozen("--vae.dtype=bf16") == 4 * text + 2 * vae
     assert frozen("--text_encoder.between_uses=cpu") == frozen("--text_encoder.between_uses=unload") == 4 * vae

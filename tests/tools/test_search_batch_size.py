@@ -4,17 +4,21 @@ import ast
 import gc
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from opensora.acceleration.distributed import World
+from opensora.acceleration.offload import OffloadedModule
 from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from tools.estimate import PARTS, read_config
 from tools.search_batch_size import (
+    MEASURED,
+    WARM_UP,
     Clip,
     Limits,
     Outcome,
@@ -148,6 +152,15 @@ def test_the_numbers_that_a_model_wants_are_encoded_too():
     argv = [str(CONFIG), "--device=cpu", "--model", nova, "--scheduler={'type':'nova'}", "--grad-checkpoint=0"]
     trainer = Trainer(parse_config(TrainConfig, PARTS, argv), CPU, NO_LIMITS, encoders=True)
     assert trainer(Clip("64px", 4, 64, 96, 1), 1).fits
+
+
+def test_encoders_are_offloaded_as_in_training(cfg, monkeypatch):
+    seen, load = [], OffloadedModule.load
+    monkeypatch.setattr(OffloadedModule, "load", lambda self: (seen.append(self), load(self)))
+    trainer = Trainer(replace(cfg, encoder_offload=True), CPU, NO_LIMITS, encoders=True)
+    assert trainer(Clip("64px", 1, 64, 64, 1), 1).fits
+    assert len(seen) == 2 * (WARM_UP + MEASURED)
+    assert not any(part.loaded for part in seen)
 
 
 def out_of_memory(loss) -> None:

@@ -151,6 +151,14 @@ def batch_of(dataset, rows: list[int]) -> dict:
     return collate([dataset[SampleKey(0, row)] for row in rows])
 
 
+def test_no_part_is_moved(parts, monkeypatch):
+    """Weights of the denoiser may be sharded or streamed, and encoders come and go by themselves."""
+    run, moved = parts(), []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: moved.append(self))
+    build_validation(run.cfg, run.world, run.encode, run.scheduler, run.ema, run.run, run.log)
+    assert not moved
+
+
 def test_nothing_happens_between(parts):
     run = parts()
     run.validation(1)

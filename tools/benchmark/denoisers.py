@@ -1,8 +1,9 @@
 """Denoisers of real sizes with random weights: built, fed, trained, and compared with eager fp32."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.acceleration.sequence_parallel import Method, parallelise
+from opensora.acceleration.streaming import stream_blocks
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.training.meter import memory_use
 from opensora.utils.errors import UserError
@@ -126,12 +128,14 @@ def start(
     checkpoint: str,
     engine: str = "ddp",
     method: Method = "auto",
+    streams: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Engine:
     """The engine, ready to train: sequence parallelism, compiled blocks, activation checkpointing, fused AdamW, clipping.
 
     Args:
         method: of sequence parallelism, where processes share a sample.
+        streams: arguments of `stream_blocks`.
         settings: more of `build_engine`, such as `cuda_graphs`.
     """
     if world.sp_size > 1:
@@ -139,6 +143,8 @@ def start(
     if compiled:
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), checkpoint, getattr(model, "stack_depths", None))
+    adapters = any(not parameter.requires_grad for parameter in model.parameters())
+    stream_blocks(model, world.device, adapters=adapters, **streams)
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=world.device.type == "cuda")
     return build_engine(engine, model, optimizer, world, dtype=dtype, grad_clip=1.0, **settings)

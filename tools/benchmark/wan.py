@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
 from opensora.config.schema import LoraOptions, level_of
+from opensora.models.loading import store_frozen
 from opensora.training.lora import add_lora
 from tools.benchmark import denoisers
 from tools.benchmark.goals import RoundedWeights
@@ -37,8 +38,7 @@ from tools.benchmark.measure import (
 )
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
-ISLANDS = ("condition_embedder", "scale_shift_table", ".norm1", ".norm2", ".norm3")
-TOY = {"hidden_size": 32, "depth": 2, "num_heads": 2, "ffn_dim": 64, "caption_channels": 16}
+TOY = {"hidden_size": 32, "depth": 4, "num_heads": 2, "ffn_dim": 64, "caption_channels": 16}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Setting:
         rank: of the LoRA; 0: full training.
         trains: a training step; False: a forward pass in bf16.
         levels: values of `grad_checkpoint` to try, in order.
+        frozen: what the weights that nothing trains are stored in, see `store_frozen`.
+        streaming, offload: the config's `weight_streaming` and `activation_offload`.
         warmup, steps: how many before the clock starts, and after.
         size: keyword arguments of the model.
     """
@@ -60,6 +62,9 @@ class Setting:
     rank: int = 0
     trains: bool = True
     levels: tuple[str, ...] = ("attention", "block")
+    frozen: str = "bf16"
+    streaming: int = 0
+    offload: bool = False
     warmup: int = 2
     steps: int = 3
     size: dict[str, int] | None = None
@@ -72,12 +77,10 @@ class Setting:
         """The model, with adapters if there are any, in the dtypes that it is trained or sampled in."""
         torch.manual_seed(0)
         model = denoisers.build(self.model, device, **(self.size or {}) | size)
+        if self.rank or not self.trains:
+            store_frozen(model, self.frozen)
         if self.rank:
             add_lora(model, LoraOptions(rank=self.rank, alpha=self.rank, target_modules=list(LORA_TARGETS)), seed=0)
-        if self.rank or not self.trains:
-            for name, parameter in model.named_parameters():
-                if not ((self.trains and parameter.requires_grad) or any(part in name for part in ISLANDS)):
-                    parameter.data = parameter.data.bfloat16()
         return model
 
 
@@ -85,6 +88,7 @@ VIDEO_480P, VIDEO_720P = (21, 60, 104), (21, 90, 160)
 SETTINGS = {
     "wan-1.3b": Setting("Wan2.1-T2V-1.3B", VIDEO_480P, levels=("selective", "attention", "block")),
     "wan-14b-lora": Setting("Wan2.1-T2V-14B", VIDEO_480P, rank=32, warmup=1, steps=2),
+    "wan-5b": Setting("Wan2.2-TI2V-5B", (21, 30, 52), levels=("selective", "attention", "block")),
     "wan-5b-lora": Setting("Wan2.2-TI2V-5B", (21, 30, 52), rank=32, levels=("selective", "attention", "block")),
     "wan-1.3b-forward": Setting("Wan2.1-T2V-1.3B", VIDEO_480P, trains=False),
     "wan-14b-forward": Setting("Wan2.1-T2V-14B", VIDEO_480P, trains=False),
@@ -127,6 +131,9 @@ class Theirs(nn.Module):
         embedder = self.net.condition_embedder
         dtype = self.net.patch_embedding.weight.dtype
         embedder.time_proj.to(dtype), embedder.text_embedder.to(dtype)
+        for name, parameter in self.net.named_parameters():
+            if name.endswith(".bias") and not name.startswith("condition_embedder"):
+                parameter.data = parameter.data.to(dtype)
 
     def forward(self, x: Tensor, timestep: Tensor, y: Tensor, **_: Tensor) -> Tensor:
         """See `Denoiser.forward`."""
@@ -138,13 +145,17 @@ class Theirs(nn.Module):
         return list(self.net.blocks)
 
 
-def measure(setting: Setting, way: str, level: str, device: torch.device, *, cuda_graphs: bool = False) -> Result:
+def measure(
+    setting: Setting, way: str, level: str, device: torch.device, memory_gib: float | None = None, **engine: Any
+) -> Result:
     """Build, compile, compare, and time a way.
 
-    The errors are those of two blocks at the full width, against eager fp32: all blocks would not fit.
+    The errors are those of two blocks at the full width (with streamed weights of one more than there is room for), against eager
+    fp32: all blocks would not fit. Where memory is limited, it is so from the end of the set-up on.
     """
     began = time.perf_counter()
-    found = compare(setting, way, level, device)
+    limit_memory(None, device)
+    found = compare(setting, way, level, device, **engine)
     gc.collect()
     torch._dynamo.reset()
     model = setting.build(device)
@@ -152,7 +163,9 @@ def measure(setting: Setting, way: str, level: str, device: torch.device, *, cud
     flops = useful_flops(model, latent, setting)
     batch = denoisers.inputs(model, 1, latent, device)
     with kernels_of(way):
-        step = prepare(setting, way, level, model, device, cuda_graphs=cuda_graphs).step(batch)
+        step = prepare(setting, way, level, model, device, **engine).step(batch)
+        gc.collect()
+        limit_memory(memory_gib, device)
         reset_peak(device)
         for _ in range(setting.warmup):
             step()
@@ -160,6 +173,14 @@ def measure(setting: Setting, way: str, level: str, device: torch.device, *, cud
         setup_s = time.perf_counter() - began
         took = seconds(step, device, setting.steps)
     return Result(took, flops, peak_gib(device), *found, setup_s)
+
+
+def limit_memory(gib: float | None, device: torch.device) -> None:
+    """As if the GPU had no more than that; None = all of it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / whole))
 
 
 def useful_flops(model: Any, latent: tuple[int, int, int], setting: Setting) -> float:
@@ -193,17 +214,14 @@ class Prepared(NamedTuple):
         return forward
 
 
-def prepare(
-    setting: Setting, way: str, level: str, model: Any, device: torch.device, *, cuda_graphs: bool = False
-) -> Prepared:
-    """Compile, checkpoint, and start the engine."""
+def prepare(setting: Setting, way: str, level: str, model: Any, device: torch.device, **engine: Any) -> Prepared:
+    """Compile, checkpoint, stream, and start the engine."""
     world = World(0, 1, device)
     if way == "ours":
         if setting.trains:
-            engine: Any = denoisers.start(
-                model, world, dtype="bf16", compiled=True, checkpoint=level, cuda_graphs=cuda_graphs
-            )
-            return Prepared(model, engine, device)
+            engine["streams"] = {"resident": setting.streaming, "activations": setting.offload}
+            started = denoisers.start(model, world, dtype="bf16", compiled=True, checkpoint=level, **engine)
+            return Prepared(model, started, device)
         compile_blocks(model.transformer_blocks())
         return Prepared(model, None, device)
     theirs = Theirs(model)
@@ -228,9 +246,9 @@ def kernels_of(way: str) -> Iterator[None]:
         yield
 
 
-def compare(setting: Setting, way: str, level: str, device: torch.device) -> tuple[float, float | None]:
-    """Relative errors of the prediction and of the gradients of a model of two blocks."""
-    short = replace(setting, size=(setting.size or {}) | {"depth": 2})
+def compare(setting: Setting, way: str, level: str, device: torch.device, **engine: Any) -> tuple[float, float | None]:
+    """Relative errors of the prediction and of the gradients of a model of two blocks, or one more than `streaming`."""
+    short = replace(setting, size=(setting.size or {}) | {"depth": max(2, setting.streaming + 1)})
     model = short.build(device).float()
     batch = denoisers.inputs(model, 1, setting.latent, device)
     if setting.trains:
@@ -240,7 +258,7 @@ def compare(setting: Setting, way: str, level: str, device: torch.device) -> tup
             right = denoisers.Exact(model(batch.z, batch.t, **batch.cond).cpu(), {})
     del model
     with kernels_of(way):
-        prepared = prepare(short, way, level, short.build(device), device)
+        prepared = prepare(short, way, level, short.build(device), device, **engine)
         if prepared.engine is None:
             return relative_error(prepared.step(batch)(), right.prediction), None  # type: ignore[arg-type]
         errors = denoisers.errors_of(prepared.engine, batch, right)
@@ -250,10 +268,14 @@ def compare(setting: Setting, way: str, level: str, device: torch.device) -> tup
 def print_rows(args: argparse.Namespace, table: Table, name: str, device: torch.device, peak: float) -> None:
     """For each way the first level of checkpointing that fits, or all of them."""
     setting = SETTINGS[name].shrunk() if args.toy else SETTINGS[name]
+    setting = replace(
+        setting, frozen=args.frozen_weights, streaming=args.weight_streaming, offload=args.activation_offload
+    )
+    engine = {"cuda_graphs": args.cuda_graphs, "optimizer_offload": args.optimizer_offload}
     for way in args.ways:
         levels = (args.checkpoint or setting.levels) if way == "ours" else ("block",)
         for level in levels if setting.trains else ("none",):
-            found = attempt(partial(measure, setting, way, level, device, cuda_graphs=args.cuda_graphs), Exception)
+            found = attempt(partial(measure, setting, way, level, device, args.memory_gib, **engine), Exception)
             if isinstance(found, str):
                 table.row(name, way, level, found)
                 continue
@@ -279,6 +301,11 @@ def wan(argv: Sequence[str]) -> None:
         "--checkpoint", nargs="+", type=level_of, metavar="LEVEL", help="values of grad_checkpoint to try"
     )
     options.add_argument("--all-levels", action="store_true", help="a row for each value of grad_checkpoint")
+    options.add_argument("--frozen-weights", default="bf16", help="the config's; of LoRA and forward passes")
+    options.add_argument("--weight-streaming", type=int, default=0, metavar="K", help="the config's")
+    options.add_argument("--activation-offload", action="store_true", help="the config's")
+    options.add_argument("--optimizer-offload", action="store_true", help="the config's")
+    options.add_argument("--memory-gib", type=float, help="as if the card had no more for PyTorch's tensors")
     denoisers.add_switches(options)
     args = options.parse()
     denoisers.switch_on(args.inductor)

@@ -28,7 +28,8 @@ EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 COUNTER = "step"
 """The state of PyTorch's optimizers that is no moment of a weight: `Optimizer.load_state_dict` knows it by this name too.
 
-By its shape it would be taken for one where the weight is a scalar. Of the others, those with the weight's shape are laid out as it is.
+By its shape it would be taken for one where the weight is a scalar. Of the others, those with as many rows as the weight (the size of
+dimension 0) are laid out as it is.
 """
 
 
@@ -224,7 +225,7 @@ class MastersEngine:
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         self.optimizer.state.clear()
         self._up_to_date = not self.offload
-        defaults = self.optimizer.defaults
+        group_of = {leaf: group for group in self.optimizer.param_groups for leaf in group["params"]}
         for path in state:
             name, key = path.rsplit("/", 1)
             if name and name not in self.weights:
@@ -232,14 +233,17 @@ class MastersEngine:
             if name not in self.leaves:
                 continue
             leaf = self.leaves[name]
-            shape = tuple((state.meta(path) if isinstance(state, SavedTensors) else state[path]).shape)
+            found = state.meta(path) if isinstance(state, SavedTensors) else state[path]
+            dtype = leaf.dtype if found.is_floating_point() else found.dtype  # codes stay what they are
             if key == COUNTER:  # AdamW counts in fp32, and on the CPU unless it is fused
-                on_device = defaults.get("fused") or defaults.get("capturable")
-                value = torch.zeros(shape, device=leaf.device if on_device else "cpu")
-            elif shape == tuple(self.weights[name].shape):
-                value = torch.zeros_like(leaf, requires_grad=False)
+                on_device = group_of[leaf].get("fused") or group_of[leaf].get("capturable")
+                value = torch.zeros(found.shape, device=leaf.device if on_device else "cpu")
+            elif found.shape == self.weights[name].shape:
+                value = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+            elif found.shape[:1] == self.weights[name].shape[:1]:
+                value = torch.zeros(leaf.shape[:1] + found.shape[1:], dtype=dtype, device=leaf.device)
             else:
-                value = torch.zeros(shape, device=leaf.device)
+                value = torch.zeros(found.shape, device=leaf.device)
             placed = self._placed(name, key, value)
             load_into(placed, state, path)
             self.optimizer.state[leaf][key] = local(placed)
@@ -253,14 +257,16 @@ class MastersEngine:
     def _placed(self, name: str, key: str, value: Tensor) -> Tensor:
         """A state as what it is: part of a DTensor laid out as the weight, or the same in all processes."""
         weight = self.weights[name]
-        if not isinstance(weight, DTensor) or key == COUNTER or value.shape != self.leaves[name].shape:
+        as_rows = value.ndim > 0 and value.shape[:1] == self.leaves[name].shape[:1]
+        if not isinstance(weight, DTensor) or key == COUNTER or not as_rows:
             return value
-        if value.device.type == weight.device_mesh.device_type:
-            return DTensor.from_local(
-                value, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
-            )
-        placed = torch.empty_like(weight, device=value.device, requires_grad=False)
-        local(placed).copy_(value)
+        mesh, shape = weight.device_mesh, weight.shape[:1] + value.shape[1:]
+        on_mesh = value if value.device.type == mesh.device_type else torch.empty_like(value, device=mesh.device_type)
+        stride = torch.empty(shape, device="meta").stride()
+        placed: Tensor = DTensor.from_local(on_mesh, mesh, weight.placements, shape=shape, stride=stride)
+        if on_mesh is not value:
+            placed = torch.empty_like(placed, device=value.device)
+            local(placed).copy_(value)
         return placed
 
 

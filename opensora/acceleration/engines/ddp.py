@@ -67,8 +67,8 @@ class DDPEngine(MastersEngine):
         if cuda_graphs:
             gradients = capture_training(model).gradients
             self.average = gradients.average if world.size > 1 else None
-        elif world.size > 1:  # messages are gradients themselves, not copies
-            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        elif world.size > 1:  # messages are gradients themselves, not copies; `build_engine` has sent the weights
+            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:

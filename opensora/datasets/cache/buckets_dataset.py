@@ -80,6 +80,7 @@ class CachedVariableVideoTextDataset(VariableVideoTextDataset, FromCache):
         self._refuse_resized(lambda row: self.files.read(self.table.name(row), ("source",))["source"])
         self.windows = self._count_windows()
         self._open_features(text)
+        self.stored += ("image_encoder",) * (IMAGES in readers)
 
     def __getitem__(self, key: BucketKey) -> Item:
         row, name, moments = key.index, self._key(key), self.readers[BUCKETS]

@@ -50,6 +50,7 @@ class FromCache:
 
     def _open_features(self, text: str) -> None:
         self.text = TextFeatures(self.cache_dir) if text == "features" else None
+        self.stored: tuple[str, ...] = ("vae",) if self.text is None else ("vae", "text_encoder")
         if self.text is not None and len(self.table) <= MAX_CHECKED_FILES:
             self.text.check_cached(caption for row in range(len(self.table)) for caption in self.table.captions(row))
         self.flow: StoredFlow | None = None

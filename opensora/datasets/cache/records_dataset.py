@@ -42,6 +42,8 @@ class RecordVideoTextDataset:
         vae_fingerprint: Of the VAE in use; compared where the records' settings have `vae`.
     """
 
+    stored = ("vae",)
+
     def __init__(
         self,
         data_path: str,

@@ -9,6 +9,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from opensora.models.quantised_linear import quantise_linears
 from opensora.models.text_encoder.cleaning import Clean
 from opensora.models.text_encoder.hf import HFTextEncoder
 from opensora.registry import MODELS
@@ -27,6 +28,8 @@ class T5Encoder(HFTextEncoder):
     Args:
         shardformer: The faster path, by the name that Open-Sora's configs know: compiled blocks and, in training with several
             processes, weights that those of a node share (FSDP).
+        dtype: Of the weights and the computation; or "int8", in which linear layers are stored (see
+            `opensora.models.quantised_linear`), for a computation in bf16.
         from_pretrained, model_max_length, clean, **options: See `HFTextEncoder`.
     """
 
@@ -35,25 +38,29 @@ class T5Encoder(HFTextEncoder):
         from_pretrained: str = "DeepFloyd/t5-v1_1-xxl",
         model_max_length: int = 120,
         *,
+        dtype: str | torch.dtype = "fp32",
         shardformer: bool = False,
         clean: Clean = "basic",
         **options: Any,
     ) -> None:
-        self.fast = shardformer  # before the weights are loaded
-        super().__init__(from_pretrained, model_max_length, clean=clean, **options)
+        self.fast, self.int8 = shardformer, dtype == "int8"  # before the weights are loaded
+        super().__init__(from_pretrained, model_max_length, "bf16" if self.int8 else dtype, clean=clean, **options)
+
+    @property
+    def shards(self) -> bool:
+        """Whether `shard` has an effect."""
+        return self.fast and dist.is_initialized() and _processes_of_node() > 1
 
     def shard(self) -> "T5Encoder":
         """With `shardformer`, let a node's processes share the weights (`fully_shard`). All must then encode equally often."""
-        if not self.fast or not dist.is_initialized():
+        if not self.shards:
             return self
         if self.between_uses != "keep":
             raise self._error(
                 "shardformer=True shares the weights among processes, so they cannot move; drop "
                 f"between_uses={self.between_uses!r}."
             )
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-        if local < 2:
-            return self
+        local = _processes_of_node()
         shape = (dist.get_world_size() // local, local)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", "local"))["local"]
         for block in self.model.encoder.block:
@@ -75,11 +82,21 @@ class T5Encoder(HFTextEncoder):
             raise self._error(f"it is a {kind}, not one of {', '.join(FAMILY)}; use type='hf'.")
         return getattr(transformers, FAMILY[kind]).from_pretrained(self._name, **options)
 
+    def fingerprint(self) -> str:
+        """See `HFTextEncoder.fingerprint`."""
+        return super().fingerprint() + ("-int8" if self.int8 else "")
+
     def _load(self) -> Any:
         model = super()._load()
+        if self.int8:  # not fp8: transformers casts what it multiplies to any dtype of a weight but this
+            quantise_linears(model, "int8")
         if self.fast:
             compile_blocks_of(model, varying_sizes=self.padding == "longest")
         return model
+
+
+def _processes_of_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
 
 
 def compile_blocks_of(model: Any, *, varying_sizes: bool, backend: str = "inductor") -> None:

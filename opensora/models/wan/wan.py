@@ -44,7 +44,7 @@ class Wan(ImageConditions, DiffusersDenoiser):
         from_pretrained: weights to start from, see docs/how-to/weights.md.
         from_pretrained_2: of two experts, the low-noise one's, where `from_pretrained` has only the high-noise one's.
         enable_flash_attn: None or True = fastest kernel, False = the plain formula.
-        frozen_weights: "fp32" or "bf16", see `opensora.models.loading.store_frozen`.
+        frozen_weights: "fp32", "bf16", "fp8" or "int8", see `opensora.models.loading.store_frozen`.
         device: where random initial weights are made; None = PyTorch's default.
     """
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import Engine, build_engine
+from opensora.training.optimizers import ChainedOptimizer
 
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9},
@@ -62,3 +63,14 @@ def test_the_count_of_a_weight_that_is_a_number_is_none_of_its_moments(settings,
     engine.load_optimizer_state({"scale/step": torch.tensor(3.0), "scale/exp_avg": torch.tensor(0.5)})
     state = engine.optimizer.state[engine.model.scale]
     assert {key: value.device.type for key, value in state.items()} == {"step": counts_on, "exp_avg": "meta"}
+
+
+def test_each_of_chained_optimizers_counts_where_it_does_alone():
+    model = Scaled("meta")
+    on_cpu, on_device = (torch.optim.AdamW([w], capturable=on) for w, on in ((model.w, False), (model.scale, True)))
+    engine = build_engine(
+        "ddp", model, ChainedOptimizer(on_cpu, on_device), World(0, 1, torch.device("meta")), dtype="fp32"
+    )
+    engine.load_optimizer_state({f"{name}/step": torch.tensor(3.0) for name in ("w", "scale")})
+    assert on_cpu.state[model.w]["step"].device.type == "cpu"
+    assert on_device.state[model.scale]["step"].device.type == "meta"

@@ -22,6 +22,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from opensora.models.quantised_linear import QuantisedLinear
 from opensora.models.text_encoder import ClassEncoder, MemoizedTextEncoder, T5Encoder
 from opensora.models.text_encoder.t5 import compile_blocks_of
 from opensora.registry import MODELS
@@ -99,6 +100,24 @@ def test_it_equals_transformers(folders, kind):
         assert_close(y[:, 0], torch.where(real[..., None], expected, y[:, 0]), rtol=1e-4, atol=1e-5)
         behind = -(-int(real.sum(dim=1).max()) // 8) * 8
         assert not y[:, 0, behind:].any()
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_in_int8_it_is_bf16_with_the_dequantised_weights(folders, kind):
+    bf16, int8 = (T5Encoder(folders[kind], model_max_length=LENGTH, dtype=dtype) for dtype in ("bf16", "int8"))
+    before = bf16.encode(TEXTS).y
+    for name, layer in int8.model.named_modules():
+        if isinstance(layer, QuantisedLinear):
+            bf16.model.get_parameter(f"{name}.weight").copy_(layer.weight * layer.weight_scale)
+    assert torch.equal(int8.encode(TEXTS).y, bf16.encode(TEXTS).y)
+    assert not torch.equal(int8.encode(TEXTS).y, before)
+    weights = {name: p for name, p in int8.model.named_parameters() if p.dtype == torch.int8}
+    assert len(weights) == 3 * (4 + 3)  # attention and gated MLP of each block
+    assert int8.fingerprint() != bf16.fingerprint()
+    before = int8.encode(TEXTS).y
+    int8.unload()
+    assert torch.equal(int8.encode(TEXTS).y, before)
+    assert int8.model.encoder.block[0].layer[-1].DenseReluDense.wo.weight.dtype == torch.int8
 
 
 def test_the_vocabulary_is_t5s(folders):

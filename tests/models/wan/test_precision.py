@@ -24,7 +24,7 @@ def peak_bytes(make, mapped):
     return made, max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-@pytest.mark.parametrize("frozen_weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("frozen_weights", ["fp32", "bf16", "fp8", "int8"])
 def test_a_load_takes_the_memory_of_the_stored_weights_and_one_more(frozen_weights, tmp_path):
     sizes = {**TINY, "type": "Wan", "in_channels": 4, "hidden_size": 120, "ffn_dim": 480}
     exact = MODELS.build(sizes)
@@ -32,6 +32,7 @@ def test_a_load_takes_the_memory_of_the_stored_weights_and_one_more(frozen_weigh
     shards = {file.stat().st_size for file in tmp_path.glob("*.safetensors")}
     settings = {**sizes, "from_pretrained": str(tmp_path), "frozen_weights": frozen_weights}
     model, peak = peak_bytes(lambda: MODELS.build(settings), shards)
+    store_frozen(exact, frozen_weights)
     for name, tensor in exact.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor.to(model.state_dict()[name].dtype))
     kept = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
