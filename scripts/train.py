@@ -20,7 +20,7 @@ from opensora.acceleration.engine import build_engine, check_engine
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, parse_config, to_dict
-from opensora.datasets.buckets.bucket import Buckets, move_to_legal_sizes
+from opensora.datasets.buckets.bucket import move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
@@ -41,7 +41,7 @@ from opensora.registry import (
     build_module,
 )
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.training.batch_encoder import BatchEncoder, freeze_encoder, mask_ratios_of
+from opensora.training.batch_encoder import BatchEncoder, freeze_encoder, masks_of, stored_parts
 from opensora.training.finite_guard import FiniteGuard
 from opensora.training.flops import describe_peak, device_peak
 from opensora.training.loop import (
@@ -188,7 +188,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     masks = masks_of(cfg)
     source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
-    dataset, vae, text_encoder, image_encoder, model = build_data_and_models(cfg, world)
+    dataset, vae, text_encoder, image_encoder, model = build_data_and_models(cfg, world, masks)
     cfg = with_stored_size(cfg, dataset)
     check_classes_of_data(dataset, text_encoder)
     encode = BatchEncoder(vae, text_encoder, model, world.device, image_encoder=image_encoder, masks=masks)
@@ -265,17 +265,6 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     log.close()
 
 
-def masks_of(cfg: TrainConfig) -> MaskRatios:
-    """What draws the conditioning frames of a batch.
-
-    Raises:
-        UserError: see `mask_ratios_of`.
-    """
-    buckets = () if cfg.bucket_config is None else Buckets(cfg.bucket_config)
-    lengths = {bucket.num_frames for bucket in buckets if bucket.batch_size} or {cfg.num_frames}
-    return MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios, lengths))
-
-
 def with_stored_size(cfg: TrainConfig, dataset: Any) -> TrainConfig:
     """The config with the size of the dataset's records, if it has any: manifest and validation go by it."""
     size = getattr(dataset, "video_size", None)
@@ -286,22 +275,23 @@ def with_stored_size(cfg: TrainConfig, dataset: Any) -> TrainConfig:
     return replace(cfg, num_frames=size[0], image_size=size[1:])
 
 
-def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any, Any]:
+def build_data_and_models(cfg: TrainConfig, world: World, masks: MaskRatios) -> tuple[Any, Any, Any, Any, Any]:
     """The dataset, the frozen VAE, text and image encoder, and the denoiser to train; what loads for minutes comes last."""
     for name in ("from_pretrained", "from_pretrained_2"):
         refuse_misnamed(cfg.model.get(name), f"model.{name}")
     device = world.device
     vae = build_module(cfg.vae, VAES)
     take_whole_patches(vae, cfg.model)
-    component = legal_dataset(cfg.dataset, vae)
-    dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    image_encoder = None if cfg.image_encoder is None else build_module(cfg.image_encoder, IMAGE_ENCODERS)
+    parts = stored_parts(cfg, vae, masks, image_encoder)
+    dataset = build_module(legal_dataset(cfg.dataset, vae), DATASETS, seed=cfg.seed, **parts)
     if cfg.bucket_config is not None:
         move_to_legal_sizes(dataset.buckets, vae)
-    held_out_dataset(cfg, vae)  # refuses a bad table now; validation, which comes last, reads it again
+    held_out_dataset(cfg, vae, parts)  # refuses a bad table now; validation, which comes last, reads it again
     stored, freeze = getattr(dataset, "stored", ()), partial(freeze_encoder, device=device, offload=cfg.encoder_offload)
     vae = freeze(vae, stored="vae" in stored)
     text_encoder = freeze(build_module(cfg.text_encoder, TEXT_ENCODERS), stored="text_encoder" in stored)
-    image_encoder = None if cfg.image_encoder is None else freeze(build_module(cfg.image_encoder, IMAGE_ENCODERS))
+    image_encoder = None if image_encoder is None else freeze(image_encoder, stored="image_encoder" in stored)
     sizes = {
         "in_channels": vae.out_channels,
         "caption_channels": text_encoder.output_dim,

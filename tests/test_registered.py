@@ -163,7 +163,8 @@ def test_scheduler(name):
 
 @pytest.mark.parametrize("name", DATASETS.choices())
 def test_dataset(name, clips_csv, tmp_path):
-    from opensora.datasets.cache import write_clips
+    from opensora.datasets.cache import write_buckets, write_clips
+    from opensora.datasets.cache.buckets import BUCKETS, Encoder
     from opensora.datasets.cache.moments import Job
     from opensora.datasets.sampler import BucketKey, SampleKey
     from opensora.datasets.table.table import read_table
@@ -179,6 +180,15 @@ def test_dataset(name, clips_csv, tmp_path):
     key: SampleKey | BucketKey = SampleKey(0, 0)
     if name.startswith("VariableVideoText"):
         settings = {"data_path": str(table), "root": str(clips_csv.parent), "bucket_config": {"16x24": {2: (1.0, 1)}}}
+        key = BucketKey(0, 0, 2, 16, 24)
+    if name == "CachedVariableVideoTextDataset":
+        from opensora.datasets import VariableVideoTextDataset
+
+        buckets = {"data_path": str(table), "root": str(clips_csv.parent), "bucket_config": {"16x24": {2: (1.0, 1)}}}
+        encoder = Encoder(lambda video: {"moments": video[0]}, {"vae": "pixels", "size_multiples": [8, 8]})
+        job = Job(tmp_path / "cache", World(0, 1, torch.device("cpu")))
+        write_buckets(VariableVideoTextDataset(**buckets), {BUCKETS: encoder}, job)
+        settings = {**buckets, "cache_dir": str(tmp_path / "cache")}
         key = BucketKey(0, 0, 2, 16, 24)
     if name == "ImageFolderDataset":
         (tmp_path / "images" / "lake").mkdir(parents=True)

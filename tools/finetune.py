@@ -7,7 +7,7 @@ with file names and captions. Five steps, each a command that is printed before 
 
     table   the files that have a caption and can be decoded -> OUT/clips.csv
     check   what training makes of them, and what it sees -> OUT/clips.png
-    cache   their latents, where all clips are cropped to one size -> OUT/cache
+    cache   their latents -> OUT/cache; of buckets those of a few windows of each clip
     train   -> OUT/run
     sample  from the captions, or from --prompt -> OUT/samples-stepN, and next to the clips in OUT/samples-stepN.png
 
@@ -32,13 +32,14 @@ from torch import Tensor
 from opensora.checkpoint.load import complete_checkpoints
 from opensora.config.load import TrainConfig, parse_config
 from opensora.datasets.buckets.bucket import NONE
-from opensora.datasets.cache.dataset import CachedVideoTextDataset
+from opensora.datasets.cache import CachedVariableVideoTextDataset, CachedVideoTextDataset
 from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.read_video import open_clip, probe, read_indices
 from opensora.inference.output import sample_file_name, save_image_grid
 from opensora.models.image_encoder import required_frames_of
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.registry import DATASETS, DENOISERS, IMAGE_ENCODERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
+from opensora.training.batch_encoder import masks_of
 from opensora.training.lora import check_lora
 from opensora.training.run import image_options
 from opensora.utils.errors import INTERRUPTED, UserError, exit_on_user_error
@@ -55,6 +56,7 @@ REGISTRIES = {
 }
 STEPS = ("table", "check", "cache", "train", "sample")
 SHORT = {"scripts.train": "train", "scripts.inference": "sample", "tools.datasets.doctor": "doctor"}  # of `opensora`
+WINDOWS = 4  # of a clip that is longer than its bucket; later epochs see them again
 SAMPLED = 8  # captions, where no prompt is given
 COLUMNS = 4  # frames of a clip in the contact sheet of samples
 
@@ -125,8 +127,8 @@ def finetune(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     cfg, config, options, out = plan(args, overrides)
     steps = STEPS[: STEPS.index(args.stop_after) + 1]
     from_cache: list[str] = []
-    if can_be_cached(cfg):
-        from_cache = ["--dataset.type=CachedVideoTextDataset", f"--dataset.cache_dir={out / 'cache'}"]
+    if (cached := cached_type(cfg)) is not None:
+        from_cache = [f"--dataset.type={cached}", f"--dataset.cache_dir={out / 'cache'}"]
     caption = [] if args.caption is None else [f"--caption={args.caption}"]
     table = ["captioned", str(args.folder), f"--output={out / 'clips.csv'}", "--overwrite", *caption]
     command("tools.datasets.convert", *table)
@@ -134,9 +136,12 @@ def finetune(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         shown = [f"--contact-sheet={out / 'clips.png'}", "--samples=16"]
         command("tools.datasets.doctor", config, *options, *shown, accepted=(0, 1))  # 1: something was found
     if "cache" in steps and from_cache:
-        command("tools.cache_features", config, *options, f"--cache-dir={out / 'cache'}")
+        windows = [f"--epochs={WINDOWS}"] * (cfg.bucket_config is not None)
+        command("tools.cache_features", config, *options, f"--cache-dir={out / 'cache'}", *windows)
     elif "cache" in steps:
-        print("\nno cache: each step encodes its clips, for this config does not crop all to one size")
+        print(
+            "\nno cache: each step encodes its clips, for what this config makes of them is not the same in all epochs"
+        )
     if "train" in steps:
         train(cfg, out / "run", [config, *options, *from_cache])
     if "sample" in steps:
@@ -170,16 +175,21 @@ def claim(out: Path, options: dict[str, Any]) -> None:
         raise UserError(f"{out} holds another fine-tuning: {changes}. Name another --out.")
 
 
-def can_be_cached(cfg: TrainConfig) -> bool:
-    """Whether `tools.cache_features` can store whole clips for this config, and training read them."""
-    dataset = cfg.dataset
-    is_plain = dataset["type"] == "VideoTextDataset" and dataset.get("transform_name", "center") not in (
-        "random_crop",
-        "none",
-    )
+def cached_type(cfg: TrainConfig) -> str | None:
+    """The dataset that reads what `tools.cache_features` stores for this config; None: it stores nothing for it."""
+    dataset, conditioned = cfg.dataset, required_frames_of(cfg.model) is not None
+    if dataset["type"] == "VariableVideoTextDataset":
+        try:
+            if conditioned:
+                masks_of(cfg).given_frames(2)
+        except UserError:  # the conditioning frames are drawn
+            return None
+        return CachedVariableVideoTextDataset.__name__
+    is_plain = dataset.get("transform_name", "center") not in ("random_crop", "none") and not conditioned
     known = {"type", *inspect.signature(CachedVideoTextDataset).parameters}
     by_frame = issubclass(VAES.get(cfg.vae["type"]), VideoAutoencoderKL)
-    return is_plain and by_frame and dataset.get("target_fps") is None and known >= dataset.keys()
+    fits = is_plain and by_frame and dataset.get("target_fps") is None and known >= dataset.keys()
+    return CachedVideoTextDataset.__name__ if fits else None
 
 
 def step_of(run: Path) -> int:

@@ -329,7 +329,7 @@ class Draft:
                 continue
             if name in taken and typed[name] is not None:
                 dataset[name] = typed[name]
-                if name == "data_path" and dataset["type"] == "CachedVideoTextDataset" and Path(typed[name]).is_dir():
+                if name == "data_path" and str(dataset["type"]).startswith("Cached") and Path(typed[name]).is_dir():
                     text = f"{name}={typed[name]!r} is a folder (*.bin are not read): name the table, and its cache"
                     self._complain((name,), f"{text} of tools.cache_features as --dataset.cache_dir.")
                 self.origins.setdefault(("dataset", name), self.origins.get((name,), "default"))

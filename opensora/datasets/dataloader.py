@@ -136,8 +136,8 @@ def build_loader(
 
 
 def batch_bytes(dataset: Any, batch_size: int) -> int:
-    """Of the largest batch of a dataset, as fp32 videos; 0 where it is not known."""
-    if hasattr(dataset, "buckets"):
+    """Of the largest batch of a dataset, as fp32 videos; 0 where it is not known, or they are latents, which take little."""
+    if hasattr(dataset, "buckets") and not hasattr(dataset, "pixels"):
         return max(bucket.num_bytes for bucket in dataset.buckets)
     return batch_size * getattr(dataset, "sample_bytes", 0)
 

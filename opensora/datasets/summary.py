@@ -93,6 +93,7 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
         )
     assert isinstance(sampler, BucketBatchSampler)
     plan = sampler.plan(epoch)
+    counts = np.bincount(dataset.assign(epoch).drop_reason, minlength=len(DropReason)).tolist()
     columns = (plan.samples, plan.batches, plan.seen)
     uses = tuple(
         BucketUse(dataset.buckets[i], *(int(column[i]) for column in columns))
@@ -121,7 +122,7 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
         accumulation_steps=accumulation_steps,
         batches=plan.steps,
         samples_per_step=(int(sizes.min()), float(sizes.mean()), int(sizes.max())) if len(sizes) else (0, 0.0, 0),
-        left_out=_drop_reasons(dataset, epoch),
+        left_out={why: (counts[code], remedy) for code, (why, remedy) in drop_reasons(dataset).items() if counts[code]},
         buckets=uses,
         repeated=int(np.maximum(plan.seen - plan.samples, 0).sum()),
         dropped=dropped,
@@ -129,8 +130,8 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
     )
 
 
-def _drop_reasons(dataset: Any, epoch: int) -> dict[str, tuple[int, str]]:
-    counts = np.bincount(dataset.assign(epoch).drop_reason, minlength=len(DropReason)).tolist()
+def drop_reasons(dataset: Any) -> dict[DropReason, tuple[str, str]]:
+    """Why a row of a dataset with buckets is in none, in words, and the setting that would keep it."""
     levels, interval, rate = dataset.buckets.levels, dataset.frame_interval, dataset.target_fps
     smallest = levels[-1].resolution
     shortest = min((e.num_frames for level in levels for e in level.entries if e.num_frames > 1), default=None)
@@ -142,7 +143,7 @@ def _drop_reasons(dataset: Any, epoch: int) -> dict[str, tuple[int, str]]:
             f"The shortest, {rule}, needs {rule.length} (a resolution may ask for more); add a shorter one, lower frame_interval "
             "or raise target_fps."
         )
-    words = {
+    return {
         DropReason.UNKNOWN: ("no size is known", "Their files cannot be read: replace them or remove the rows."),
         DropReason.SMALL: (
             "too small for every resolution",
@@ -159,4 +160,3 @@ def _drop_reasons(dataset: Any, epoch: int) -> dict[str, tuple[int, str]]:
             "Each epoch draws anew; keep_prob 1.0 at the smallest resolution and length keeps all.",
         ),
     }
-    return {reason: (counts[code], remedy) for code, (reason, remedy) in words.items() if counts[code]}

@@ -2,20 +2,20 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from opensora.datasets.buckets.bucket import Assignment, Buckets, DropReason
+from opensora.datasets.buckets.bucket import NONE, Assignment, Buckets, DropReason
 from opensora.datasets.datasets import Item, TableDataset, describe, naming_the_row, read_clip
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.table.table import UNKNOWN, Table, read_table
 from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.files import DEFAULT, BadFiles, Decoding, is_image
-from opensora.datasets.video.read_video import FrameRule, is_slow, probe
-from opensora.registry import DATASETS
+from opensora.datasets.video.read_video import FrameRule, VideoInfo, is_slow, probe
+from opensora.registry import DATASETS, inherit_signature
 from opensora.utils.errors import UserError
 from opensora.utils.logging import progress_bar
 
@@ -43,8 +43,14 @@ class VariableVideoTextDataset(TableDataset):
         seed: With epoch and row, it decides bucket, caption, window and crop.
         size_multiple: Heights and widths of the aspect tables are moved to the nearest multiple of it: VAE x patch.
         cost_power: p of batch sizes "auto", which make batch_size (frames height width)^p equal. 1: equal tokens.
+        bucket_choice: "drawn": by the probabilities of the bucket_config, anew in each epoch; "largest": always the largest
+            bucket that they allow, of the longest length.
         frame_interval, root, use_image_transform, text_columns, bad_files, max_bad_share, decode: as of `VideoTextDataset`.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherit_signature(cls)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -62,7 +68,10 @@ class VariableVideoTextDataset(TableDataset):
         max_bad_share: float = 0.05,
         decode: Mapping[str, Any] | None = None,
         target_fps: float | None = None,
+        bucket_choice: Literal["drawn", "largest"] = "drawn",
     ) -> None:
+        if bucket_choice not in ("drawn", "largest"):
+            raise UserError(f"bucket_choice={bucket_choice!r} is not one of drawn, largest.")
         FrameRule(1, frame_interval, target_fps)  # refuses what makes no sense now
         if size_multiple < 1:
             raise UserError(f"size_multiple={size_multiple} must be at least 1.")
@@ -70,26 +79,28 @@ class VariableVideoTextDataset(TableDataset):
             raise UserError(
                 "transform_name='none' keeps the size of a file, but a bucket needs one; use 'resize_crop'."
             )
-        self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
-        for name in self._transforms:
+        self.transform_names = (transform_name, "adm_center" if use_image_transform else transform_name)
+        for name in self.transform_names:
             get_transform(name, (16, 16))  # refuses an unknown name now
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.decoding = Decoding.of(decode)
         self.buckets = Buckets(bucket_config, size_multiple, cost_power)
         # of the epoch that was last asked for, by plan, summary and stand-ins
         self._assigned: tuple[int, Assignment] | None = None
-        self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
+        self.table = self._read_table(data_path, root, text_columns)
         self.rows = range(len(self.table))
         self.frame_interval, self.target_fps, self.seed = frame_interval, target_fps, seed
+        self.bucket_choice = bucket_choice
         # [N] int32 each, UNKNOWN of files that cannot be read; and [N] float64
-        self.num_frames, self.height, self.width, fps = _sizes_and_rates(self.table, with_fps=target_fps is not None)
+        sizes = _sizes_and_rates(self.table, self._probe, with_fps=target_fps is not None)
+        self.num_frames, self.height, self.width, self.fps = sizes
         self._intervals: int | np.ndarray = frame_interval
         self._slow: np.ndarray | None = None  # [N] bool, videos of too low a rate
         if target_fps is not None:
             videos = self.num_frames > 1  # an image is never too slow
-            self._slow = videos & is_slow(fps, target_fps)
+            self._slow = videos & is_slow(self.fps, target_fps)
             # frames of the file to one of the clip
-            self._intervals = np.nan_to_num(np.where(videos, fps / target_fps - ROUNDING, 1.0), nan=1.0)
+            self._intervals = np.nan_to_num(np.where(videos, self.fps / target_fps - ROUNDING, 1.0), nan=1.0)
 
     def assign(self, epoch: int) -> Assignment:
         """The bucket of every row in an epoch."""
@@ -101,8 +112,20 @@ class VariableVideoTextDataset(TableDataset):
         )
         if self._slow is not None:
             assignment.drop_reason[self._slow] = DropReason.SLOW
+        if self.bucket_choice == "largest":
+            bucket = self.reachable().max(axis=1)  # of one column
+            assignment = Assignment(bucket, np.where(bucket != NONE, np.int8(DropReason.KEPT), assignment.drop_reason))
         self._assigned = epoch, assignment
         return assignment
+
+    def reachable(self) -> np.ndarray:
+        """[N, n] int32, the buckets that each row may be in in some epoch; NONE fills up."""
+        frames = self.num_frames if self._slow is None else np.where(self._slow, UNKNOWN, self.num_frames)
+        found = self.buckets.reachable(frames, self.height, self.width, frame_interval=self._intervals)
+        if self.bucket_choice == "drawn":
+            return found
+        first = np.argmax(found != NONE, axis=1)  # 0 where there is none
+        return np.take_along_axis(found, first[:, None], axis=1)
 
     def __getitem__(self, key: BucketKey) -> Item:
         row, path = key.index, self.table.path(key.index)
@@ -112,7 +135,7 @@ class VariableVideoTextDataset(TableDataset):
             frames, fps, choice = read_clip(self.table, row, rule, self.seed, key.epoch, self.decoding)
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
-        transform = get_transform(self._transforms[is_image(path)], (key.height, key.width))
+        transform = get_transform(self.transform_names[is_image(path)], (key.height, key.width))
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         ar = torch.tensor(key.height / key.width, dtype=torch.float32)
         return {"video": video, **describe(row, path, choice.caption, key[2:], fps, self.table.scores(row)), "ar": ar}
@@ -129,15 +152,33 @@ class VariableVideoTextDataset(TableDataset):
         sizes = b"".join(array.tobytes() for array in (self.num_frames, self.height, self.width))
         rate = () if self.target_fps is None else (self.target_fps,)
         decoding = () if self.decoding == DEFAULT else (self.decoding,)
-        settings = (self.frame_interval, self.seed, self._transforms, self.buckets.fingerprint(), *rate, *decoding)
+        choice = () if self.bucket_choice == "drawn" else (self.bucket_choice,)
+        settings = (
+            self.frame_interval,
+            self.seed,
+            self.transform_names,
+            self.buckets.fingerprint(),
+            *rate,
+            *decoding,
+            *choice,
+        )
         digest = hashlib.blake2b(sizes, digest_size=16)
         if self._slow is not None:  # what of the rates decides the buckets
             digest.update(np.asarray(self._intervals, np.float64).tobytes() + self._slow.tobytes())
         digest.update(repr((type(self).__name__, self.table.fingerprint(), settings)).encode())
         return digest.hexdigest()
 
+    def _read_table(self, data_path: str, root: str | None, text_columns: Sequence[str]) -> Table:
+        return read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
 
-def _sizes_and_rates(table: Table, *, with_fps: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _probe(self, row: int) -> VideoInfo:
+        """What is known of a row's file; a `UserError` where it cannot be read."""
+        return probe(self.table.path(row))
+
+
+def _sizes_and_rates(
+    table: Table, probe_row: Callable[[int], VideoInfo], *, with_fps: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Frames, height, width and, `with_fps`, the rate of every row, [N] each, from the table or from the files."""
     frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
     fps = table.fps.copy()
@@ -148,11 +189,11 @@ def _sizes_and_rates(table: Table, *, with_fps: bool) -> tuple[np.ndarray, np.nd
     if missing:
         columns = "num_frames, height, width and fps" if with_fps else "num_frames, height and width"
         logger.info(
-            "%s: opening %d files for their size; columns %s would save this.", table.source, len(missing), columns
+            "%s: looking up the size of %d files; columns %s would save this.", table.source, len(missing), columns
         )
     for row in progress_bar(missing, desc="reading sizes", unit="file", disable=len(missing) < 1000):
         try:
-            info = probe(table.path(row))
+            info = probe_row(row)
         except UserError as error:
             unreadable.append(str(error))
             frames[row] = UNKNOWN

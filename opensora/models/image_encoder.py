@@ -3,6 +3,7 @@
 CLIP's vision tower (Radford et al. 2021, arXiv:2103.00020) is what Wan 2.1's image-to-video models read next to the text.
 """
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Mapping
@@ -65,6 +66,14 @@ class CLIPImageEncoder(nn.Module):
         parameter = next(self.model.parameters())
         out = self.model(pixels.to(parameter.device, parameter.dtype), output_hidden_states=True)
         return out.hidden_states[-2].float()
+
+    def fingerprint(self) -> str:
+        """A hash of weights, their dtype and the processor's settings, so that features in a cache are known by it."""
+        digest = hashlib.blake2b(self.processor.to_json_string().encode(), digest_size=16)
+        for name, weight in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            digest.update(weight.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
 
 def required_frames(

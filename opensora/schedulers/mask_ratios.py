@@ -25,6 +25,7 @@ KINDS = (
     "identity", "random", "interpolate", "quarter_random", "quarter_head", "quarter_tail", "quarter_head_tail",
     "image_random", "image_head", "image_tail", "image_head_tail",
 )  # fmt: skip
+FIXED_KINDS = ("identity", "image_head", "image_tail", "image_head_tail")  # which draw nothing
 RANDOM_SHARE = (0.1, 0.9)  # of conditioning frames in "random"
 
 
@@ -68,6 +69,26 @@ class MaskRatios:
             return None
         masks = torch.stack([self.draw(z.shape[2], generator(g.initial_seed(), "frames given")) for g in generators])
         return None if masks.all() else masks.to(z.device, non_blocking=True)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of masks that may be drawn."""
+        rest = ["identity"] if sum(self.ratios.values()) < 1 - 1e-6 else []
+        return sorted({*rest, *(kind for kind, ratio in self.ratios.items() if ratio > 0)})
+
+    def given_frames(self, num_frames: int) -> Tensor:
+        """All that the conditioning frames of a clip may be, [K, T] bool.
+
+        Raises:
+            UserError: a kind draws them, so that there is no end to them.
+        """
+        if drawn := [kind for kind in self.kinds if kind not in FIXED_KINDS]:
+            raise UserError(
+                f"mask_ratios: with {', '.join(drawn)} the conditioning frames are drawn anew in each step, so their latents cannot be "
+                f"cached: train from the videos, or with {', '.join(FIXED_KINDS)} alone."
+            )
+        masks = [MaskRatios({kind: 1.0}).draw(num_frames, torch.Generator()) for kind in self.kinds]
+        return ~torch.stack(masks).unique(dim=0)
 
     def draw(self, num_frames: int, rng: torch.Generator) -> Tensor:
         """One mask [T] bool, False at conditioning frames; at least one is True. `rng` is a CPU generator."""

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.offload import offload_between_calls
+from opensora.config.schema import TrainConfig
 from opensora.contracts import VAE, Denoiser, TextEncoder
+from opensora.datasets.buckets.bucket import Buckets
 from opensora.models.image_encoder import required_frames_of
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.text_encoder.classes import check_classes
@@ -108,20 +110,64 @@ class BatchEncoder:
                 raise UserError(f"the denoiser needs each video's {name}, and it is not known of {', '.join(unknown)}.")
             cond[name] = values.to(self.device)
         if self.condition_channels:
-            if "video" not in batch:
-                raise UserError(
-                    "the denoiser reads conditioning frames as channels, which are encoded by themselves, and a cache holds the latents of "
-                    "whole clips: train from the videos, with data_path naming their table."
-                )
             mask = self.masks(z, generators)
             given = torch.zeros(len(z), z.shape[2], dtype=torch.bool, device=z.device) if mask is None else ~mask
             frames = pixel_frames(given, self.vae.strides[0])
-            cond |= self.denoiser.image_condition(self.vae, batch["video"].to(self.device), frames, self.image_encoder)
+            if "video" in batch:
+                video = batch["video"].to(self.device)
+                cond |= self.denoiser.image_condition(self.vae, video, frames, self.image_encoder)
+            else:
+                features = batch["image_features"].to(self.device).float() if "image_features" in batch else None
+                latents = stored_condition(batch, given)
+                cond |= self.denoiser.condition_of(latents, frames, features)
         return z, cond
 
     def conditioning_frames(self, z: Tensor, generators: Sequence[torch.Generator]) -> Tensor | None:
         """The scheduler's mask [B, T], False at frames that stay clean; None: all are noised, as where conditioning frames are channels."""
         return None if self.condition_channels else self.masks(z, generators)
+
+
+def condition_settings(model: Mapping[str, Any], masks: MaskRatios, image_encoder: Any) -> dict[str, Any] | None:
+    """What a cache of a config's conditioning frames depends on, next to the VAE; None: its denoiser takes none as channels."""
+    if (frames := required_frames_of(model)) is None:
+        return None
+    if image_encoder is not None and not hasattr(image_encoder, "fingerprint"):
+        raise UserError(
+            f"{type(image_encoder).__name__} has no fingerprint(), by which its features in a cache are known: add one, or train from the "
+            "videos."
+        )
+    return {
+        "kinds": masks.kinds,
+        "frames": list(frames),
+        "image_encoder": None if image_encoder is None else image_encoder.fingerprint(),
+    }
+
+
+def stored_parts(cfg: TrainConfig, vae: VAE, masks: MaskRatios, image_encoder: Any) -> dict[str, Any]:
+    """What a dataset of stored features compares with its cache."""
+    conditions = condition_settings(cfg.model, masks, image_encoder) if "cache_dir" in cfg.dataset else None
+    return {"vae_fingerprint": vae.fingerprint(), "conditions": conditions}
+
+
+def stored_condition(batch: Mapping[str, Any], given: Tensor) -> Tensor:
+    """The latents [B, C, T, h, w] of the conditioning frames `given` [B, T], of those that a cache has for each sample.
+
+    Raises:
+        UserError: it has none, or not of these frames.
+    """
+    remedy = (
+        "`python -m tools.cache_features` stores them for a config with buckets, whose dataset is then a "
+        "CachedVariableVideoTextDataset; or train from the videos, with data_path naming their table."
+    )
+    if "condition_latents" not in batch:
+        raise UserError(
+            f"the denoiser reads conditioning frames as channels, which are encoded by themselves, and the cache has none: {remedy}"
+        )
+    is_it = (batch["condition_given"].to(given.device) == given[:, None]).all(dim=2)  # [B, K]
+    if not is_it.any(dim=1).all():
+        raise UserError(f"the cache has no latents of the conditioning frames that mask_ratios drew: {remedy}")
+    latents = batch["condition_latents"][torch.arange(len(given)), is_it.int().argmax(dim=1).cpu()]
+    return latents.to(given.device).float()
 
 
 def pixel_frames(given: Tensor, stride: int) -> Tensor:
@@ -163,6 +209,17 @@ def mask_ratios_of(
             f"{', '.join(fitting)} give that, and must add up to 1."
         )
     return ratios
+
+
+def masks_of(cfg: TrainConfig) -> MaskRatios:
+    """What draws the conditioning frames of a batch.
+
+    Raises:
+        UserError: see `mask_ratios_of`.
+    """
+    buckets = () if cfg.bucket_config is None else Buckets(cfg.bucket_config)
+    lengths = {bucket.num_frames for bucket in buckets if bucket.batch_size} or {cfg.num_frames}
+    return MaskRatios(mask_ratios_of(cfg.model, cfg.mask_ratios, lengths))
 
 
 def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextCondition:

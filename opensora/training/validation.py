@@ -11,7 +11,7 @@ call repeating one of another process, since sharded weights are gathered by all
 import logging
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from opensora.inference.prompts import PromptItem, load_items
 from opensora.inference.references import check_files_exist, check_has_images, conditioning
 from opensora.inference.sizes import legal_dataset, legal_image_size, legal_length
 from opensora.registry import DATASETS, SAMPLERS, build_module
-from opensora.training.batch_encoder import BatchEncoder
+from opensora.training.batch_encoder import BatchEncoder, stored_parts
 from opensora.training.ema import EMA
 from opensora.training.run import due
 from opensora.training.run_log import RunLog
@@ -157,7 +157,8 @@ def build_validation(
             raise _Interrupted
         log.status(f"validating: {text}")
 
-    if (dataset := held_out_dataset(cfg, vae)) is not None:
+    stored = stored_parts(cfg, vae, encode.masks, encode.image_encoder)
+    if (dataset := held_out_dataset(cfg, vae, stored)) is not None:
         parts: Any = {"image_encoder": encode.image_encoder, "masks": encode.masks}
         without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0, **parts)
         loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler, report)
@@ -195,8 +196,10 @@ def validation_items(cfg: TrainConfig) -> tuple[InferenceConfig, list[PromptItem
     return settings, items
 
 
-def held_out_dataset(cfg: TrainConfig, vae: Any) -> Any | None:
+def held_out_dataset(cfg: TrainConfig, vae: Any, stored: Mapping[str, Any]) -> Any | None:
     """The clips of `val_data_path`, read with the settings of `dataset`; None without a held-out loss.
+
+    `stored`: see `stored_parts`.
 
     Raises:
         UserError: the table cannot be used.
@@ -204,7 +207,7 @@ def held_out_dataset(cfg: TrainConfig, vae: Any) -> Any | None:
     if not cfg.val_every or cfg.val_data_path is None:
         return None
     component = {**legal_dataset(cfg.dataset, vae), "data_path": cfg.val_data_path}
-    return build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    return build_module(component, DATASETS, seed=cfg.seed, **stored)
 
 
 class HeldOutLoss:

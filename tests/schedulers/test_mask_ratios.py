@@ -145,3 +145,14 @@ def test_the_loss_is_over_learnt_frames_and_never_of_nothing(num_frames):
     learnt = torch.ones_like(per_frame, dtype=torch.bool) if mask is None else mask
     expected = torch.stack([frames[row].mean() for frames, row in zip(per_frame, learnt, strict=True)])
     torch.testing.assert_close(losses, expected)
+
+
+def test_all_that_the_conditioning_frames_may_be():
+    def found(ratios, num_frames):
+        return {"".join(".G"[g] for g in row) for row in MaskRatios(ratios).given_frames(num_frames).tolist()}
+
+    assert found({"image_head": 0.5, "image_tail": 0.5, "random": 0.0}, 4) == {"G...", "...G"}
+    assert found({"image_head": 0.5, "image_head_tail": 0.2}, 3) == {"G..", "G.G", "..."}
+    assert found({"image_head": 1.0}, 1) == found(None, 1) == {"."}
+    with pytest.raises(UserError, match="with interpolate, random the conditioning frames are drawn anew"):
+        found({"image_head": 0.5, "random": 0.2, "interpolate": 0.3}, 4)

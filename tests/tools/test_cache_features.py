@@ -6,18 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from opensora.config.load import TrainConfig, parse_config
 from opensora.datasets.cache import CachedVideoTextDataset
-from opensora.datasets.sampler import SampleKey
+from opensora.datasets.sampler import BucketKey, SampleKey
 from opensora.inference.text import CachedTextEncoder
 from opensora.models.vae.vae import VideoAutoencoderKL
+from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
-from tools.cache_features import cache_features, main
+from tools.cache_features import COMPONENTS, cache_features, main
 
 CONFIG = """
 num_frames = 1
@@ -129,12 +132,25 @@ def test_the_command_and_its_check(folder, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.nightly
-def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, clips_csv):
+@pytest.mark.parametrize("part", ["clips", "buckets"])
+def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, clips_csv, part):
     """SIGKILL while it works on some of the repository's clips; every shard holds one clip."""
     table = folder / "some.csv"
     table.write_text("".join(clips_csv.read_text().splitlines(keepends=True)[:9]))
-    config = write_config(folder, data_path=table, root=clips_csv.parent, cache_dir=folder / "cache")
-    options = [config, "--num-frames=2", "--image-size", "64", "96", "--shard-mb=0.001"]
+    options = {"data_path": table, "root": clips_csv.parent}
+    sizes = ["--num-frames=2", "--image-size", "64", "96"] if part == "clips" else []
+    config = write_config(folder, "VideoTextDataset", **options) if sizes else write_buckets(folder, **options)
+    options = [config, f"--cache-dir={folder / 'cache'}", "--shard-mb=0.001", *sizes]
+
+    def finished():
+        return {p: p.stat().st_mtime_ns for p in (folder / "cache").glob(f"{part}*/0*.safetensors")}
+
+    def read():
+        if sizes:
+            return CachedVideoTextDataset(str(table), str(folder / "cache"), 2, 1, (64, 96), str(clips_csv.parent))
+        cached = ["--dataset.type=CachedVariableVideoTextDataset", f"--dataset.cache_dir={folder / 'cache'}"]
+        return DATASETS.build(parse_config(TrainConfig, COMPONENTS, [config, *cached]).dataset)
+
     job = subprocess.Popen(
         [sys.executable, "-m", "tools.cache_features", *options],
         cwd=repo_root,
@@ -143,21 +159,20 @@ def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, cli
     )
     try:
         deadline = time.monotonic() + 120
-        while len(list((folder / "cache" / "clips").glob("0*.safetensors"))) < 2:
+        while len(finished()) < 2:
             assert time.monotonic() < deadline
             assert job.poll() is None, "it ended before it could be killed"
             time.sleep(0.005)
     finally:
         job.send_signal(signal.SIGKILL)
         job.wait()
-    finished = {path: path.stat().st_mtime_ns for path in (folder / "cache" / "clips").glob("0*.safetensors")}
-    with pytest.raises(UserError, match="rows are not in the cache"):
-        CachedVideoTextDataset(str(table), str(folder / "cache"), 2, 1, (64, 96))
-    total = 8
-    assert len(finished) < total
-    assert cache_features(options) == {"clips": (total - len(finished), len(finished))}
-    assert finished == {path: path.stat().st_mtime_ns for path in finished}
-    assert len(CachedVideoTextDataset(str(table), str(folder / "cache"), 2, 1, (64, 96))) == total
+    before, total = finished(), 8 if sizes else 8 * 3
+    with pytest.raises(UserError, match="are not in the cache"):
+        read()
+    assert len(before) < total
+    assert cache_features(options)[part] == (total - len(before), len(before))
+    assert before.items() <= finished().items()
+    assert len(read()) == 8
 
 
 def settings_of(folder, part):
@@ -200,14 +215,45 @@ def test_the_choices_of_the_config_reach_the_cache(folder):
         assert (found["use_image_transform"], found["decode"]) == (True, {"colors": "fast"})
 
 
-@pytest.mark.parametrize("what", [["moments"], ["moments", "text"], ["flow"]])
-@pytest.mark.parametrize("epochs", ["0", "1"])
-def test_buckets_are_refused_before_anything_is_encoded(folder, repo_root, what, epochs):
-    """The whole table was encoded as squares of 256, which training then refused."""
-    config = str(repo_root / "configs" / "opensora-v1-2" / "train" / "stage1.py")
-    options = [f"--data-path={folder / 'clips.csv'}", f"--cache-dir={folder / 'cache'}", "--device=cpu"]
-    with pytest.raises(UserError, match=r"a VariableVideoTextDataset cannot train from a cache of .*--what text"):
-        cache_features([config, *options, "--epochs", epochs, "--what", *what])
+BUCKETS = "{'33x47': {4: ((1.0, 0.5), 1), 2: (0.5, 2)}, '16x24': {2: (1.0, 2)}}"
+
+
+def write_buckets(folder, type="VariableVideoTextDataset", **arguments) -> str:
+    path = Path(write_config(folder, type, **arguments))
+    text = path.read_text().replace("num_frames = 1", "").replace("image_size = (16, 24)", "")
+    path.write_text(f"{text}bucket_config = {BUCKETS}\n")
+    return str(path)
+
+
+def test_buckets_of_a_config_are_read_by_its_cached_dataset(folder, clips_csv, monkeypatch, capsys):
+    table = folder / "some.csv"
+    table.write_text("".join(clips_csv.read_text().splitlines(keepends=True)[:4]))
+    config = write_buckets(folder, data_path=table, root=clips_csv.parent)
+    options = [config, f"--cache-dir={folder / 'cache'}", "--moments-dtype=fp32", "--epochs=2"]
+    assert cache_features(options) == {"files": (3, 0), "buckets": (3 * 3 * 2, 0)}
+    cached = ["--dataset.type=CachedVariableVideoTextDataset", f"--dataset.cache_dir={folder / 'cache'}"]
+    assert cache_features([*options, *cached])["buckets"] == (0, 18)  # the same from its own config
+    cfg = parse_config(TrainConfig, COMPONENTS, [config, *cached])
+    vae = VideoAutoencoderKL(str(folder / "vae")).eval()
+    stored = DATASETS.build(cfg.dataset, vae_fingerprint=vae.fingerprint())
+    assert stored.buckets[0][3:5] == (32, 48)  # which the VAE takes
+    videos = DATASETS.build(parse_config(TrainConfig, COMPONENTS, [config]).dataset)
+    for epoch in range(2):
+        for row, index in enumerate(stored.assign(epoch).bucket.tolist()):
+            key = BucketKey(epoch, row, *stored.buckets[index][2:5])
+            expected = vae.sliced_moments(videos[key]["video"][None])[0]
+            torch.testing.assert_close(stored[key]["moments"], expected, rtol=0, atol=0)
+    monkeypatch.setattr("sys.argv", ["cache_features", "--check", str(folder / "cache")])
+    main()
+    assert "no record is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ratios", ["random", "quarter_head"])
+def test_conditions_that_are_drawn_anew_are_refused_before_anything_is_encoded(folder, ratios):
+    config = write_buckets(folder, data_path=folder / "clips.csv")
+    wan = ["--model", "dict(type='Wan', condition_channels=8)", f"--mask-ratios={{'{ratios}': 0.5}}"]
+    with pytest.raises(UserError, match=f"with {ratios} the conditioning frames are drawn anew"):
+        cache_features([config, *wan, f"--cache-dir={folder / 'cache'}", "--vae.from_pretrained=nowhere"])
     assert not (folder / "cache").exists()
 
 
@@ -219,7 +265,5 @@ def test_other_datasets_are_refused(folder, type):
 
 
 def test_captions_may_be_stored_for_any_dataset(folder):
-    config = write_config(folder, "VariableVideoTextDataset", data_path=folder / "clips.csv")
-    text = (folder / "config.py").read_text().replace("num_frames = 1", "").replace("image_size = (16, 24)", "")
-    (folder / "config.py").write_text(text + "bucket_config = {'64px': {1: (1.0, 1)}}\n")
+    config = write_buckets(folder, data_path=folder / "clips.csv")
     assert cache_features([config, "--what", "text", f"--cache-dir={folder / 'cache'}"]) == {"text": (2, 0)}

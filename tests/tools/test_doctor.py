@@ -1,5 +1,6 @@
 """The doctor: what becomes of the rows, what is wrong with them, what the model sees, and an exit code that tells."""
 
+import ast
 import csv
 import sys
 from pathlib import Path
@@ -9,8 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.cache.moments import CLIP_FEATURES, cache_settings
+from opensora.acceleration.distributed import World
+from opensora.datasets import CachedVideoTextDataset, VariableVideoTextDataset, VideoTextDataset
+from opensora.datasets.cache.buckets import BUCKETS, Encoder, write_buckets
+from opensora.datasets.cache.moments import CLIP_FEATURES, Job, cache_settings, source_hash
 from opensora.datasets.cache.records import RecordWriter
+from opensora.datasets.sampler import SampleKey
 from tools.datasets import doctor
 
 CONFIG = '''"""Toy."""
@@ -188,3 +193,53 @@ def test_clips_that_a_cache_stands_for_may_be_gone(tmp_path, monkeypatch, capsys
     options = (f"--data-path={tmp_path / 'clips.csv'}", f"--dataset.cache_dir={tmp_path / 'cache'}", "--num-frames=1")
     code, out = run_on(tmp_path / "c.py", text, monkeypatch, capsys, *options, "--image-size", "16", "16")
     assert code == 0, out
+
+
+def test_a_cache_is_drawn_from_its_files(images, tmp_path, monkeypatch, capsys):
+    buckets = "{'64px': {1: (1.0, 2)}}"
+    one = Encoder(lambda video: {"moments": video[0, :, :, ::8, ::8]}, {"vae": "any", "size_multiples": [16, 16]})
+    job = Job(tmp_path / "cache", World(0, 1, torch.device("cpu")))
+    write_buckets(VariableVideoTextDataset(str(images), ast.literal_eval(buckets)), {BUCKETS: one}, job)
+    text = CONFIG.format(buckets=buckets).replace("VariableVideo", "CachedVariableVideo")
+    page = tmp_path / "sheet.png"
+    options = (f"--data-path={images}", f"--dataset.cache_dir={tmp_path / 'cache'}", f"--contact-sheet={page}")
+    code, out = run_on(tmp_path / "c.py", text, monkeypatch, capsys, *options)
+    assert code == 0, out
+    assert "8 samples as the model sees them" in out
+    pixels = np.asarray(Image.open(page)).reshape(-1, 3)
+    assert all(((pixels == (30 * i, 200, 90)).all(1).sum() >= 48 * 80) for i in range(8))
+    for path in tmp_path.glob("?.png"):
+        path.unlink()
+    code, out = run_on(tmp_path / "c.py", text, monkeypatch, capsys, *options)
+    assert code == 0, out
+    assert "not drawn: " in out
+    assert "0.png" in out.split("not drawn: ")[1]
+
+
+def test_a_whole_clip_of_a_cache_is_drawn_as_its_window(clips_csv, tmp_path, monkeypatch, capsys):
+    table = tmp_path / "one.csv"
+    table.write_text("".join(clips_csv.read_text().splitlines(keepends=True)[:2]))
+    settings = {"num_frames": 3, "frame_interval": 4, "image_size": (32, 48), "root": str(clips_csv.parent)}
+    features, vae = CLIP_FEATURES, cache_settings("any", (32, 48), "center", "fp16")
+    with RecordWriter(tmp_path / "cache" / "clips", features, settings=vae) as writer:
+        path = clips_csv.parent / "pink_clouds.mp4"
+        record = {"moments": torch.zeros(8, 52, 4, 6), "source": source_hash(path), "num_frames": 52, "fps": 24.0}
+        writer.write(record, "pink_clouds.mp4")
+    stored = CachedVideoTextDataset(str(table), str(tmp_path / "cache"), **settings)
+    pixels = VideoTextDataset(str(table), **settings)
+    for epoch in range(3):
+        assert torch.equal(stored.pixels(SampleKey(epoch, 0)), pixels[SampleKey(epoch, 0)]["video"])
+
+
+def test_clips_that_lose_more_than_half_to_a_crop(examine, images, clips_csv, tmp_path, monkeypatch, capsys):
+    code, out = examine(images, '{"32x64": {1: (1.0, 2)}}')
+    assert code == 1
+    assert (
+        "! 4 of 8 clips lose more than half of their area to the crop, such as 1.png of 96x64, of which 32x64 keeps 33%"
+        in out
+    )
+    text = CONFIG.format(buckets=None).replace("VariableVideoTextDataset", "VideoTextDataset")
+    options = (f"--data-path={clips_csv}", "--num-frames=1", "--image-size", "48", "16", "--samples=4")
+    code, out = run_on(tmp_path / "c.py", text, monkeypatch, capsys, *options)
+    assert code == 1
+    assert "! 4 of 4 clips lose more than half" in out

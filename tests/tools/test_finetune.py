@@ -162,7 +162,7 @@ def test_it_stops_where_it_is_told(clips, config, tmp_path, typed, capsys):
     assert "stopped after table" in capsys.readouterr().out
 
 
-def test_buckets_are_not_cached_and_lora_is_an_option(clips, config, tmp_path, monkeypatch, capsys):
+def test_buckets_are_cached_and_lora_is_an_option(clips, config, tmp_path, monkeypatch, capsys):
     done: list[str] = []
     monkeypatch.setattr(finetune, "command", lambda *words, accepted=(0,): done.append(" ".join(words)))
     buckets = [
@@ -178,12 +178,36 @@ def test_buckets_are_not_cached_and_lora_is_an_option(clips, config, tmp_path, m
     with pytest.raises(SystemExit) as exit_:
         finetune.main()
     assert exit_.value.code == 130  # nothing was trained by the commands of this test
-    assert [line.split()[0] for line in done] == ["tools.datasets.convert", "tools.datasets.doctor", "scripts.train"]
-    assert "--lora.rank=16" in done[2]
-    assert "CachedVideoTextDataset" not in done[2]
+    programs = ["tools.datasets.convert", "tools.datasets.doctor", "tools.cache_features", "scripts.train"]
+    assert [line.split()[0] for line in done] == programs
+    assert done[2].endswith("--epochs=4")
+    assert "--lora.rank=16" in done[3]
+    assert "CachedVariableVideoTextDataset" in done[3]
     out = capsys.readouterr().out
-    assert "no cache" in out
     assert "stopped at step 0 of 2; the same command goes on" in out
+
+
+@pytest.mark.slow
+def test_a_folder_is_trained_on_from_cached_buckets(clips, config, tmp_path, typed):
+    config.write_text(re.sub(r"num_frames = 2|image_size.*|dataset = .*|batch_size.*", "", config.read_text()))
+    buckets = "{'32x48': {4: (1.0, 1)}, '16x24,24x16': {4: (1.0, 2), 2: (1.0, 2), 1: (1.0, 2)}}"
+    kind = "--dataset=dict(type='VariableVideoTextDataset')"
+    options = ("--model", config, "--out", tmp_path / "o", "--stop-after", "train", "--bucket-config", buckets, kind)
+    assert "tools.cache_features" in typed(clips, *options)[2]
+    assert complete_checkpoints(tmp_path / "o" / "run")
+    assert json.loads((tmp_path / "o" / "run" / "config.json").read_text())["dataset"]["type"].startswith(
+        "CachedVariable"
+    )
+
+
+def test_conditioning_frames_that_are_drawn_are_not_cached(config):
+    config.write_text(re.sub(r"num_frames = 2|image_size.*|dataset = .*|batch_size.*", "", config.read_text()))
+    wan = ["--model=dict(type='Wan', condition_channels=8)", "--dataset=dict(type='VariableVideoTextDataset')"]
+    argv = [str(config), *wan, "--data-path=x.csv", "--bucket-config={'32px': {5: (1.0, 2)}}"]
+    kinds = {"image_head": "CachedVariableVideoTextDataset", "random": None}
+    for kind, expected in kinds.items():
+        cfg = parse_config(TrainConfig, finetune.REGISTRIES, [*argv, f"--mask-ratios={{'{kind}': 1.0}}"])
+        assert finetune.cached_type(cfg) == expected
 
 
 def refused(monkeypatch, capsys, *words: object) -> str:

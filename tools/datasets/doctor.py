@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from opensora.config.load import TrainConfig, parse_config
+from opensora.datasets.buckets.bucket import NONE
 from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.sampler import BucketKey, SampleKey
@@ -29,7 +31,7 @@ from opensora.datasets.table.table import Table
 from opensora.datasets.video.read_video import probe
 from opensora.inference.output import save_image_grid, shown_frames
 from opensora.registry import DATASETS, DENOISERS, SCHEDULERS, TEXT_ENCODERS, VAES, build_module
-from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.errors import UserError, exit_on_user_error, first_few
 from opensora.utils.logging import progress_bar, show_messages
 from tools.command import Parser
 
@@ -42,6 +44,7 @@ REGISTRIES = {
 }
 MANY = 0.01  # share of rows with the same caption that is reported
 FEW = 3  # so many of the same caption are never reported
+MOST = 0.5  # of a clip's area that a crop may take away
 COLUMNS = 3  # frames of a sample in the contact sheet
 
 
@@ -52,7 +55,9 @@ class Reading(NamedTuple):
     caption: str = ""
     row: int | None = None
     num_frames: int = 0
-    frames: tuple[Tensor, ...] = ()  # [3, <= 3, H, W] in [-1, 1]; none of latents
+    frames: tuple[Tensor, ...] = ()  # [3, <= 3, H, W] in [-1, 1]
+    unseen: str = ""  # why there are none
+    size: tuple[int, int] = (0, 0)  # height and width
     seconds: float = 0.0
     problem: str = ""
 
@@ -83,10 +88,14 @@ def main() -> None:
     complaints += [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
     if table is not None:
         complaints += of_the_files(table, readings)
+        complaints += of_the_crops(dataset, table, readings)
     shown = {f"{i}: {r.label}, {r.caption[:70]}": r.frames for i, r in enumerate(readings) if r.frames}
-    if options.contact_sheet and shown:  # nothing is to be seen where only latents are read
+    if options.contact_sheet and shown:
         save_image_grid(options.contact_sheet, shown, COLUMNS)
         print(f"{options.contact_sheet}: {len(shown)} samples as the model sees them")
+    unseen = list(dict.fromkeys(reading.unseen for reading in readings if reading.unseen))
+    if options.contact_sheet and unseen:
+        print(f"not drawn: {'; '.join(first_few(unseen, 3))}")
     for complaint in complaints:
         print(f"! {complaint}")
     if summary.steps == 0:
@@ -165,8 +174,17 @@ def read_samples(dataset: Any, keys: Sequence[Any]) -> list[Reading]:
         seconds = time.perf_counter() - start
         size = [int(item[name]) for name in ("num_frames", "height", "width")]
         label = f"{size[0]} x {size[1]} x {size[2]}, {float(item['fps']):.4g} fps"
-        frames = shown_frames((item["video"],), COLUMNS) if "video" in item else ()
-        readings.append(Reading(label, item["text"], int(item["index"]), size[0], frames, seconds))
+        video, unseen = item.get("video"), ""
+        if video is None:
+            try:
+                video = dataset.pixels(key) if hasattr(dataset, "pixels") else None
+                unseen = "" if video is not None else "there are latents alone, and no files to draw from"
+            except UserError as error:
+                unseen = str(error)
+        frames = () if video is None else shown_frames((video,), COLUMNS)
+        readings.append(
+            Reading(label, item["text"], int(item["index"]), size[0], frames, unseen, (size[1], size[2]), seconds)
+        )
     return readings
 
 
@@ -183,6 +201,31 @@ def of_the_files(table: Table, readings: Sequence[Reading]) -> list[str]:
             if column is not None and column[reading.row] > 0 and int(column[reading.row]) != value:
                 found.append(f"{table.where(reading.row)}: {name}={column[reading.row]}, but the file has {value}.")
     return found
+
+
+def of_the_crops(dataset: Any, table: Table, readings: Sequence[Reading]) -> list[str]:
+    """The clips of which a crop to the size of training leaves less than half; with buckets of all rows, else of those that were read."""
+    if hasattr(dataset, "buckets"):
+        bucket = dataset.assign(0).bucket
+        rows = np.flatnonzero(bucket != NONE)
+        sizes = np.array([(b.height, b.width) for b in dataset.buckets])[bucket[rows]]
+        files = np.stack([dataset.height[rows], dataset.width[rows]], axis=1)
+    else:
+        known = [r for r in readings if r.row is not None and table.path(r.row).is_file()]
+        rows = np.array([r.row for r in known], np.int64)
+        sizes = np.array([r.size for r in known]).reshape(-1, 2)
+        files = np.array([probe(table.path(row))[1:3] for row in rows.tolist()]).reshape(-1, 2)
+    ratio = (sizes[:, 0] * files[:, 1]) / (sizes[:, 1] * files[:, 0])
+    kept = np.minimum(ratio, 1 / ratio)  # resized until it covers the size, then cut
+    lost = np.flatnonzero(kept < MOST)
+    if not len(lost):
+        return []
+    worst = lost[np.argmin(kept[lost])]
+    height, width = files[worst]
+    return [
+        f"{len(lost)} of {len(rows)} clips lose more than half of their area to the crop, such as {table.name(int(rows[worst]))} of "
+        f"{height}x{width}, of which {sizes[worst][0]}x{sizes[worst][1]} keeps {kept[worst]:.0%}: add a shape nearer to theirs."
+    ]
 
 
 def throughput(readings: Sequence[Reading]) -> str:

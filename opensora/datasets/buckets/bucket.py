@@ -225,6 +225,33 @@ class Buckets:
         values = [np.int8(reason) for reason in reasons]
         return Assignment(bucket, np.select(conditions, values, np.int8(DropReason.SHORT)))
 
+    def reachable(
+        self, num_frames: np.ndarray, height: np.ndarray, width: np.ndarray, *, frame_interval: int | np.ndarray = 1
+    ) -> np.ndarray:
+        """[N, entries] int32, the buckets that `assign` may give a sample in some epoch, the largest first; NONE elsewhere.
+
+        Arguments are those of `assign`.
+        """
+        frames, interval = num_frames.astype(np.int64), np.broadcast_to(frame_interval, len(num_frames))
+        arrives = (frames >= 1) & (height >= 1) & (width >= 1)  # at the level that comes next
+        area = np.where(arrives, height.astype(np.float64) * width, 0)
+        ratio = np.divide(height.astype(np.float64), width, out=np.ones(len(frames)), where=arrives)
+        columns = []
+        for level, (borders, shape, first_buckets) in zip(self.levels, self._plans, strict=True):
+            waits = arrives & (area >= AREA_SLACK * level.resolution.area)  # for an entry of this level
+            arrives = arrives & ~waits
+            for entry, first_bucket in zip(level.entries, first_buckets, strict=True):
+                able = waits & (frames == 1)
+                if entry.num_frames > 1:
+                    able = waits & (frames > 1) & (frames >= (entry.num_frames - 1) * interval + 1)
+                considered = able & (entry.length_prob > 0)
+                bucket = first_bucket + shape[np.searchsorted(borders, ratio)]
+                columns.append(np.where(considered & (entry.keep_prob > 0), bucket, NONE))
+                arrives |= considered & (entry.keep_prob < 1)
+                waits &= ~(able & (entry.length_prob == 1))
+            arrives |= waits
+        return np.stack(columns, axis=1).astype(np.int32)
+
     def fingerprint(self) -> str:
         """A hash of all that decides buckets and batches."""
         text = repr((self.levels, self.buckets, self.size_multiple))

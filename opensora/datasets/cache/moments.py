@@ -10,12 +10,13 @@ fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % whe
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,12 +28,13 @@ from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import Table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import DEFAULT, Decoding, TooFewFrames, is_image
+from opensora.datasets.video.files import DEFAULT, BadFile, Decoding, TooFewFrames, is_image
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.logging import progress_bar
 
+T = TypeVar("T")
 CLIPS, SAMPLES = "clips", "samples"
 CLIP_FEATURES = {
     "moments": "tensor",  # [2C, T, h, w]
@@ -60,6 +62,7 @@ class Job(NamedTuple):
     world: World
     dtype: str = "fp16"  # of moments: fp16 or fp32
     shard_bytes: int = SHARD_BYTES
+    threads: int = 0  # that read samples ahead
 
 
 class Choices(NamedTuple):
@@ -130,7 +133,7 @@ def write_clips(
                     end = error.available
                     continue
                 x = transform(frames)[None].to(job.world.device)  # [1, 3, n, H, W]
-                parts.append(_stored(vae.moments(x)[0], job.dtype, path))
+                parts.append(stored(vae.moments(x)[0], job.dtype, path))
                 start += len(frames)
         except UserError as error:
             raise UserError(f"{table.where(rows[name])}: {error}") from error
@@ -155,7 +158,7 @@ def write_samples(dataset: VideoTextDataset, vae: Any, job: Job, settings: dict[
         path, sample = samples[key]
         item = dataset[sample]
         moments = vae.moments(item["video"][None].to(job.world.device))[0]  # of [1, 3, T, H, W]
-        record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames}
+        record = {"moments": stored(moments, job.dtype, path), "num_frames": probe(path).num_frames}
         return {**record, "size": list(item["video"].shape[1:]), "fps": float(item["fps"])}
 
     sources = {key: path for key, (path, _) in samples.items()}
@@ -177,6 +180,14 @@ def occurrences_of_rows(table: Table) -> np.ndarray:
     return occurrence
 
 
+class Part(NamedTuple):
+    """A folder of records in a cache."""
+
+    folder: str
+    features: Mapping[str, Any]
+    settings: Mapping[str, Any]  # that all of its records depend on
+
+
 def write_missing(
     job: Job,
     folder: str,
@@ -185,38 +196,108 @@ def write_missing(
     encode: Callable[[str], dict[str, Any]],
     sources: Mapping[str, Path | str | None],
 ) -> Counts:
-    """Write the records of CACHE/folder that are missing or out of date. Every process of `job.world` calls it, and writes
+    """`write_parts` of a single part."""
+    part = Part(folder, features, settings)
+    return write_parts(job, [part], lambda key, _lacking, _loaded: {folder: encode(key)}, sources)[folder]
+
+
+def write_parts(
+    job: Job,
+    parts: Sequence[Part],
+    encode: Callable[[str, Collection[str], Any], Mapping[str, Mapping[str, Any]]],
+    sources: Mapping[str, Path | str | None],
+    *,
+    load: Callable[[str], Any] = lambda _key: None,
+    on_bad_file: Callable[[str, UserError], Mapping[str, Mapping[str, Any]]] | None = None,
+) -> dict[str, Counts]:
+    """Write the records of CACHE/part that are missing or out of date. Every process of `job.world` calls it, and writes
     those of its own keys; an interrupted call continues where it stopped.
 
     Args:
-        encode: The fields of the record with a key.
+        encode: Part -> the fields of the record with a key, of at least those parts that lack it, from what `load` gave.
         sources: Key -> what its record is made of, a file or a hash, kept in its field `source`; None: the key says it all.
+        load: What the records with a key are made from; `job.threads` read ahead.
+        on_bad_file: What to store instead where a file cannot be read; its field `problem` says why, and it is tried again
+            by the next call. None: the error is raised.
     """
-    path, remedy = job.cache_dir / folder, REMEDY.format("ANOTHER_FOLDER")
+    remedy = REMEDY.format("ANOTHER_FOLDER")
+    paths = {part.folder: job.cache_dir / part.folder for part in parts}
 
     def prepare() -> None:
-        prepare_folder(path, features, settings, remedy)
-        consolidate(path)  # also what an interrupted call had finished
+        for part in parts:
+            prepare_folder(paths[part.folder], part.features, part.settings, remedy)
+            consolidate(paths[part.folder])  # also what an interrupted call had finished
 
     broadcast_from_rank0(prepare)
-    writer = RecordWriter(path, features, settings=settings, shard_bytes=job.shard_bytes, remedy=remedy)
-    reader = RecordReader(path, remedy=remedy)
-    written = 0
+    options: Any = {"shard_bytes": job.shard_bytes, "remedy": remedy}
+    writers = {p.folder: RecordWriter(paths[p.folder], p.features, settings=p.settings, **options) for p in parts}
+    readers = {part.folder: RecordReader(paths[part.folder], remedy=remedy) for part in parts}
+    written = dict.fromkeys(paths, 0)
+
+    def is_there(reader: RecordReader, key: str, source: str | None) -> bool:
+        if key not in reader or source is None:
+            return key in reader
+        found = reader.read(key, ("source", "problem"))
+        return found["source"] == source and not found.get("problem")
+
+    def look(key: str) -> tuple[str | None, list[str], Any]:
+        source = sources[key]
+        source = _readable_hash(source) if isinstance(source, Path) else source
+        lacking = [name for name, reader in readers.items() if not is_there(reader, key, source)]
+        return source, lacking, load(key) if lacking else None
+
     try:
         mine = list(sources)[job.world.rank :: job.world.size]
-        for key in progress_bar(mine, desc=f"caching {folder}", unit="record", disable=not job.world.is_main):
-            source = sources[key]
-            source = source_hash(source) if isinstance(source, Path) else source
-            if key in reader and (source is None or reader.read(key, ("source",))["source"] == source):
-                continue
-            writer.write({**encode(key), **({} if source is None else {"source": source})}, key)
-            written += 1
+        what = " and ".join(name.partition("-")[0] for name in paths)
+        ready = _read_ahead(look, mine, job.threads)
+        bar = {"total": len(mine), "desc": f"caching {what}", "unit": "record", "disable": not job.world.is_main}
+        for key, looked in progress_bar(ready, **bar):
+            try:
+                source, lacking, loaded = looked()
+                made = encode(key, lacking, loaded) if lacking else {}
+            except BadFile as error:
+                if on_bad_file is None:
+                    raise
+                file, made = sources[key], on_bad_file(key, error)
+                is_gone = isinstance(file, Path) and not file.exists()  # what was made of it stays
+                lacking = [name for name, reader in readers.items() if not (is_gone and key in reader)]
+                source = "" if isinstance(file, Path) else file
+            for name in lacking:
+                if name in made:
+                    writers[name].write({**made[name], **({} if source is None else {"source": source})}, key)
+                    written[name] += 1
     finally:
-        writer.flush()  # also when this process is stopped by an error
+        for writer in writers.values():
+            writer.flush()  # also when this process is stopped by an error
     barrier()
-    broadcast_from_rank0(partial(consolidate, path))
-    total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
-    return Counts(total, len(sources) - total)
+    broadcast_from_rank0(lambda: [consolidate(path) for path in paths.values()])
+    total = mean_over_ranks(torch.tensor([float(n) for n in written.values()], device=job.world.device))
+    totals = [round(float(n) * job.world.size) for n in total]
+    return {name: Counts(n, len(sources) - n) for name, n in zip(paths, totals, strict=True)}
+
+
+def _read_ahead(work: Callable[[str], T], keys: Sequence[str], threads: int) -> Iterator[tuple[str, Callable[[], T]]]:
+    """Each key with a function that gives `work(key)`, or raises what it raised; so many threads have begun with the next ones."""
+    if not threads:
+        yield from ((key, partial(work, key)) for key in keys)
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        begun: deque[tuple[str, Callable[[], T]]] = deque()
+        for key in keys:
+            begun.append((key, pool.submit(work, key).result))
+            if len(begun) > threads:
+                yield begun.popleft()
+        yield from begun
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _readable_hash(path: Path) -> str:
+    try:
+        return source_hash(path)
+    except OSError as error:
+        raise BadFile(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def source_hash(path: Path) -> str:
@@ -239,8 +320,9 @@ def refuse_rate_of_clips(target_fps: float | None) -> None:
         )
 
 
-def _stored(moments: Tensor, dtype: str, path: Path) -> Tensor:
-    stored = moments.to(to_torch_dtype(dtype)).cpu()
-    if not stored.isfinite().all():
-        raise UserError(f"the VAE's moments of {path} are not finite in {dtype}; does this VAE run in this dtype?")
-    return stored
+def stored(features: Tensor, dtype: str, path: Path, what: str = "the VAE's moments") -> Tensor:
+    """Features in the dtype of the cache; a `UserError` where they are not finite in it."""
+    converted = features.to(to_torch_dtype(dtype)).cpu()
+    if not converted.isfinite().all():
+        raise UserError(f"{what} of {path} are not finite in {dtype}; does this encoder run in this dtype?")
+    return converted

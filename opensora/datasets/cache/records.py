@@ -15,7 +15,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,6 +168,13 @@ class RecordReader:
 
     def __contains__(self, key: str) -> bool:
         return self._index.find(key) is not None
+
+    def present(self, keys: Iterable[str]) -> np.ndarray:
+        """[N] bool, which keys have a record, for many at once."""
+        hashes = np.array([_hash(key) for key in keys], np.uint64).reshape(-1, 2)
+        own = np.stack([self._index.hi, self._index.lo], axis=1)
+        pair = np.dtype([("hi", np.uint64), ("lo", np.uint64)])
+        return np.isin(hashes.view(pair)[:, 0], own.view(pair)[:, 0])
 
     def __getitem__(self, number: int) -> Record:
         """A record by its number, in the order of writing."""

@@ -9,6 +9,7 @@ import pytest
 
 from opensora.datasets.buckets.bucket import (
     FRAME_ALIASES,
+    NONE,
     Buckets,
     DropReason,
     move_to_legal_sizes,
@@ -253,3 +254,24 @@ def test_a_million_rows_need_little_time_and_memory():
     assignment = Buckets(STAGE1).assign(*columns, seed=1, epoch=0)
     assert time.process_time() - start < 30
     assert set(np.unique(assignment.drop_reason)) <= set(DropReason)
+
+
+def test_reachable_buckets_are_those_that_many_epochs_draw():
+    config = {
+        "48x64": {16: ((0.5, 0.5), 1), 8: (0.0, 1), 4: (1.0, 1), 1: (0.5, 1)},
+        "32x48": {16: ((1.0, 0.0), 1), 8: ((0.5, 0.5), 1), 2: ((1.0, 0.5), 1)},
+        "16x24,24x16": {8: (1.0, 1), 4: (1.0, 1), 1: (1.0, 1)},
+    }
+    buckets = Buckets(config)
+    sizes = [(48, 64), (64, 48), (40, 40), (32, 48), (20, 20), (10, 10), (0, 0)]
+    rows = [(frames, *size) for frames in (0, 1, 2, 3, 4, 7, 8, 15, 16, 40) for size in sizes]
+    columns = np.array(rows).T
+    for interval in (1, 2):
+        drawn = [set() for _ in rows]
+        for epoch in range(60):
+            for row, bucket in enumerate(buckets.assign(*columns, seed=1, epoch=epoch, frame_interval=interval).bucket):
+                drawn[row] |= {int(bucket)} - {NONE}
+        found = buckets.reachable(*columns, frame_interval=interval)
+        assert [set(row.tolist()) - {NONE} for row in found] == drawn
+    sizes_in_order = [buckets[i].num_frames * buckets[i].height * buckets[i].width for i in found[-7] if i != NONE]
+    assert sizes_in_order == sorted(sizes_in_order, reverse=True)

@@ -11,9 +11,10 @@ from opensora.inference.pipeline import Request, VideoPipeline
 from opensora.inference.prompts import as_items
 from opensora.inference.references import Conditioning, first_and_last
 from opensora.models.image_encoder import check_image_encoder
+from opensora.models.wan.condition import condition_latents, image_features
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.training.batch_encoder import BatchEncoder, mask_ratios_of, pixel_frames
+from opensora.training.batch_encoder import BatchEncoder, condition_settings, mask_ratios_of, pixel_frames
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, generators, randn_like
 from tests.models.wan.toys import VARIANTS as WAN
@@ -250,3 +251,39 @@ def test_stored_latents_are_not_enough(parts):
     batch = {"moments": torch.randn(1, 8, 3, 4, 6), "y": torch.zeros(1, 1, 4, 16), "mask": torch.ones(1, 4)}
     with pytest.raises(UserError, match="train from the videos, with data_path naming their table"):
         encode(batch, generators(0, "train", ids=[0]))
+
+
+@pytest.mark.parametrize("variant", ["i2v", "flf2v", "i2v-a14b"])
+@torch.no_grad()
+def test_stored_conditions_are_those_of_the_videos(parts, variant):
+    """Whichever of the masks is drawn; of a mask that was not stored there is nothing."""
+    model = build(variant, **({"boundary": 0.9, "expert": "high"} if variant == "i2v-a14b" else {}))
+    ends = ("image_head_tail",) if variant == "flf2v" else ("image_head", "image_head_tail")
+    masks = MaskRatios(dict.fromkeys(ends, 1 / len(ends)))
+    image_encoder = parts["image_encoder"] if model.image_dim else None
+    options = {"image_encoder": image_encoder, "masks": masks, "class_dropout_prob": 0.0}
+    encode = BatchEncoder(parts["vae"], None, model, torch.device("cpu"), **options)
+    settings = condition_settings({"type": "Wan", **WAN[variant]}, masks, image_encoder)
+    videos, given = torch.stack([clip(i) for i in range(4)]), masks.given_frames(3)
+    assert (settings["kinds"], len(given)) == (sorted(ends), len(ends))
+    frames = pixel_frames(given, 4)
+    batch = {
+        "moments": parts["vae"].moments(videos), "y": torch.zeros(4, 1, 4, 16), "mask": torch.ones(4, 4),
+        "condition_given": given.expand(4, -1, -1),
+        "condition_latents": torch.stack(
+            [condition_latents(parts["vae"], videos, each.expand(4, -1)) for each in frames], dim=1
+        ),
+    }  # fmt: skip
+    if image_encoder is not None:
+        batch["image_features"] = image_features(image_encoder, videos, settings["frames"])
+    rngs = generators(0, "train", ids=range(4))
+    stored, expected = encode(batch, rngs), encode({**batch, "video": videos}, rngs)
+    torch.testing.assert_close(stored[1], expected[1], atol=1e-6, rtol=1e-6)
+    if len(ends) == 2:
+        assert len({tuple(mask.flatten().tolist()) for mask in stored[1]["condition"][:, :4, :, 0, 0]}) == 2
+    other = {**batch, "condition_given": ~batch["condition_given"]}
+    with pytest.raises(UserError, match="no latents of the conditioning frames that mask_ratios drew"):
+        encode(other, rngs)
+    if image_encoder is not None:
+        with pytest.raises(UserError, match=r"takes \d+ tokens of features of a clip's images, and there are 0"):
+            encode({name: value for name, value in batch.items() if name != "image_features"}, rngs)
