@@ -6,7 +6,7 @@
 It needs peft: `pip install -e '.[lora]'`.
 
 Weights: hub: hpcai-tech/OpenSora-STDiT-v3.
-Hardware: 1 GPU, 29 GiB.
+Hardware: 1 GPU, 26 GiB.
 """
 
 _base_ = "opensora-v1-2.py"

@@ -7,7 +7,7 @@ On eight GPUs: `torchrun --standalone --nproc_per_node 8 scripts/train.py ...`. 
 samples on the way; on held-out clips, `--val-data-path`, the loss says when the model begins to copy.
 
 Weights: hub: hpcai-tech/OpenSora-STDiT-v3.
-Hardware: 1 GPU, 46 GiB.
+Hardware: 1 GPU, 43 GiB.
 """
 
 _base_ = ["../_base_/buckets.py", "../_base_/stdit3.py"]

@@ -6,7 +6,7 @@
 Clips have one size and length, so their latents can be stored once. It needs peft: `pip install -e '.[lora]'`.
 
 Weights: hub: OpenSora-v1-HQ-16x256x256.pth of hpcai-tech/Open-Sora.
-Hardware: 1 GPU, 25 GiB.
+Hardware: 1 GPU, 23 GiB.
 """
 
 _base_ = "../opensora/train/16x256x256.py"

@@ -85,6 +85,7 @@ def test_everything_is_as_with_resident_weights_to_the_bit(level, compiled, lora
         assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["STDiT", "LatteT2V"])
 def test_other_architectures(family):
     expected = results(toy("block", lora=False, compiled=False, family=family), 1)

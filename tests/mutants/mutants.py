@@ -67,7 +67,7 @@ MUTANTS = (
         "due(state.step, cfg.ckpt_every) or last:\n            with", "due(state.step, cfg.ckpt_every):\n            with",
         ("tests/scripts/test_train.py::test_a_run_leaves_what_the_docs_promise",)),
     Mutant("data_ignore_the_seed", "scripts/train.py", "clips and crops do not follow `seed`",
-        "DATASETS, seed=cfg.seed, vae_fingerprint", "DATASETS, seed=0, vae_fingerprint",
+        "DATASETS, seed=cfg.seed, **parts", "DATASETS, seed=0, **parts",
         ("tests/scripts/test_train.py::test_golden_losses[v]",)),
     Mutant("sequence_parallel_rank_reads_data", "scripts/train.py", "processes that share a sample read others",
         "rank=world.dp_rank", "rank=world.rank % world.dp_size",

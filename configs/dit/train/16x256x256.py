@@ -7,7 +7,7 @@ configs/dit/train/1x256x256.py.
         --data-path clips.csv --ckpt-path DiT-XL-2-256x256.pt
 
 Weights: DiT's ImageNet weights, or those of configs/dit/train/1x256x256.py.
-Hardware: 8 GPUs, 58 GiB each.
+Hardware: 8 GPUs, 54 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]

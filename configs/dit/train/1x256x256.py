@@ -4,7 +4,7 @@
         --data-path images.csv
 
 Weights: random.
-Hardware: 8 GPUs, 58 GiB each.
+Hardware: 8 GPUs, 54 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]

@@ -7,7 +7,7 @@ weights, whose classes are left out.
         --data-path clips.csv --ckpt-path DiT-XL-2-256x256.pt
 
 Weights: DiT's ImageNet weights.
-Hardware: 8 GPUs, 20 GiB each.
+Hardware: 8 GPUs, 18 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]

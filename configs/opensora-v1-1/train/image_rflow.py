@@ -6,7 +6,7 @@
 Sample with configs/pixart/inference/1x512x512-rflow.py `--image-size 256 256 --text_encoder.model_max_length 200`.
 
 Weights: PixArt's.
-Hardware: 8 GPUs, 36 GiB each.
+Hardware: 8 GPUs, 34 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -6,7 +6,7 @@
 Sample with configs/opensora/inference/16x256x256.py, from references too (`--image`, `--extend`; docs/how-to/conditioning.md).
 
 Weights: PixArt's.
-Hardware: 8 GPUs, 25 GiB each.
+Hardware: 8 GPUs, 22 GiB each.
 """
 
 _base_ = ["16x256x256.py"]

@@ -6,7 +6,7 @@
 Sample with configs/opensora/inference/16x256x256-rflow.py: some 30 steps do for a flow, against 100 of iddpm.
 
 Weights: random, or PixArt-XL-2-512x512.pth.
-Hardware: 8 GPUs, 25 GiB each.
+Hardware: 8 GPUs, 22 GiB each.
 """
 
 _base_ = ["16x256x256.py"]

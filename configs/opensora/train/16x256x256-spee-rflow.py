@@ -8,7 +8,7 @@ Open-Sora 1.2's file of this name has no SpeeDiT in it; `--scheduler.timestep_sa
 Sample with configs/opensora/inference/16x256x256-rflow.py.
 
 Weights: from configs/opensora/train/16x512x512.py, or any of STDiT-XL/2.
-Hardware: 8 GPUs, 29 GiB each.
+Hardware: 8 GPUs, 26 GiB each.
 """
 
 _base_ = ["16x256x256.py"]

@@ -6,7 +6,7 @@
 It changes which timesteps are trained, not the model: sample with configs/opensora/inference/16x256x256.py.
 
 Weights: random, or PixArt-XL-2-512x512.pth.
-Hardware: 8 GPUs, 25 GiB each.
+Hardware: 8 GPUs, 22 GiB each.
 """
 
 _base_ = ["16x256x256.py"]

@@ -6,7 +6,7 @@ Open-Sora 1.0 starts from PixArt-XL-2-512x512 and took 80,000 steps on 64 GPUs (
         --data-path clips.csv
 
 Weights: random, or PixArt-XL-2-512x512.pth as Open-Sora 1.0.
-Hardware: 8 GPUs, 25 GiB each.
+Hardware: 8 GPUs, 22 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

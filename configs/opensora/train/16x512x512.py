@@ -4,7 +4,7 @@
         --data-path clips.csv --ckpt-path WEIGHTS
 
 Weights: from configs/opensora/train/16x256x256.py.
-Hardware: 8 GPUs, 265 GiB each as Open-Sora 1.0 sets it, 38 with `--grad-checkpoint block`.
+Hardware: 8 GPUs, 250 GiB each as Open-Sora 1.0 sets it, 36 with `--grad-checkpoint block`.
 """
 
 _base_ = "16x256x256.py"

@@ -4,7 +4,7 @@
         --data-path clips.csv --ckpt-path WEIGHTS
 
 Weights: from configs/opensora/train/16x512x512.py.
-Hardware: 8 GPUs, 25 GiB each.
+Hardware: 8 GPUs, 22 GiB each.
 """
 
 _base_ = "64x512x512.py"

@@ -6,7 +6,7 @@ Every token of the clip attends to every other.
         --data-path clips.csv --ckpt-path PixArt-XL-2-512x512.pth
 
 Weights: PixArt's.
-Hardware: 8 GPUs, 80 GiB each as Open-Sora 1.0 sets it, 37 with `--grad-checkpoint block`.
+Hardware: 8 GPUs, 77 GiB each as Open-Sora 1.0 sets it, 34 with `--grad-checkpoint block`.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

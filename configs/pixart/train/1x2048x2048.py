@@ -6,7 +6,7 @@
 Sample with configs/pixart/inference/1x20481B.py.
 
 Weights: random, or any of PixArt-1B/2.
-Hardware: 8 GPUs, 69 GiB each.
+Hardware: 8 GPUs, 62 GiB each.
 """
 
 _base_ = "1x512x512.py"

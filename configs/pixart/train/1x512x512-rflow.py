@@ -6,7 +6,7 @@
 Sample with configs/pixart/inference/1x512x512-rflow.py.
 
 Weights: PixArt's.
-Hardware: 8 GPUs, 36 GiB each.
+Hardware: 8 GPUs, 34 GiB each.
 """
 
 _base_ = ["1x512x512.py"]

@@ -4,7 +4,7 @@
         --data-path images.csv --ckpt-path PixArt-XL-2-512x512.pth
 
 Weights: PixArt's.
-Hardware: 8 GPUs, 36 GiB each.
+Hardware: 8 GPUs, 34 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -7,7 +7,7 @@ so this is far slower than STDiT on such clips (configs/opensora/train/64x512x51
         --data-path clips.csv --ckpt-path WEIGHTS
 
 Weights: PixArt's.
-Hardware: 8 GPUs, 62 GiB each.
+Hardware: 8 GPUs, 64 GiB each.
 """
 
 _base_ = "16x256x256.py"
