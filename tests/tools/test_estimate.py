@@ -67,7 +67,7 @@ def counter(model: torch.nn.Module, latent: tuple[int, int, int], dtype=torch.bf
     return Counter(copy.deepcopy(model).to("meta"), latent, dtype, **{"compiled": False, **how})
 
 
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("short", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_are_those_that_autograd_saves(family, short):
     model = toy(family)
@@ -193,6 +193,7 @@ def test_sharding_divides_what_it_says(stdit):
     )
 
 
+@pytest.mark.slow
 def test_a_lora_needs_little_next_to_the_weights():
     cfg = config_of("--lora.rank=16", "--frozen-weights=bf16")
     sizes = sizes_of(cfg, build(cfg).model)
@@ -305,6 +306,7 @@ def test_machines_that_there_are_not(stdit, change, message):
         estimate(stdit, ONE_NODE._replace(**change))
 
 
+@pytest.mark.slow
 def test_groups_are_of_one_size():
     cfg = config_of("--plugin=fsdp2", "--shard-size=16")
     with pytest.raises(UserError, match=r"shard_size=16 does not divide --gpus 2\. Here it can be 1, 2\."):
@@ -445,6 +447,7 @@ def test_a_known_t5_has_its_own_size(name, million):
     assert result["notes"] == []
 
 
+@pytest.mark.slow
 def test_a_t5_that_is_not_known_is_told_of(capsys, monkeypatch):
     def run(*argv: str) -> str:
         options = ["--text_encoder.from_pretrained=owner/never-downloaded", "--checkpoint", "none", *argv]
@@ -502,6 +505,7 @@ def test_other_encoders_that_are_not_known_are_told_of(kind, assumed):
     assert "--text_encoder.from_pretrained=FOLDER" in note
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_t5s_config_is_not_taken_for_one(tmp_path):
     cfg = config_of(f"--text_encoder.from_pretrained={tmp_path}")
     assert str(tmp_path) in estimate(cfg, ONE_NODE, levels=["none"])["notes"][0]
