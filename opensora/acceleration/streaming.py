@@ -105,7 +105,6 @@ class StreamedWeights:
         self.held: dict[int, Tensor] = {}
         """Block -> its bytes on the device, which may be under way."""
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
-        self.free: list[Tensor] = []
 
     def need(self, block: int, *, backward: bool = False, again: bool = False) -> None:
         """Bring a block, and send for the next ones in the order of the pass; after the last the first, if a pass will come `again`."""
@@ -122,12 +121,12 @@ class StreamedWeights:
             self._point(block, self.held[block])
 
     def release(self) -> None:
-        """All blocks back to the host, and their room on the device free for others."""
+        """All blocks back to the host; their memory on the device is free."""
         if self.copies.stream is not None:
             self.copies.stream.synchronize()
         for block in self.held:
             self._point(block, self.masters[block].bytes)
-        self.held, self.arrivals, self.free = {}, {}, []
+        self.held, self.arrivals = {}, {}
 
     def at(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the room for weights on the device."""
@@ -135,8 +134,6 @@ class StreamedWeights:
         return any(room.data_ptr() == place for room in self.held.values())
 
     def _room(self, wanted: Sequence[int]) -> Tensor:
-        if self.free:
-            return self.free.pop()
         if len(self.held) < self.slots:
             return torch.empty(max(len(master.bytes) for master in self.masters), dtype=torch.uint8, device=self.device)
         out = next(block for block in self.held if block not in wanted)
@@ -266,10 +263,9 @@ class BlockStreams:
         self.out, self.back = Copies(device), Copies(device)
         self.gradients = HostGradients(weights, self.out) if weights is not None and trained else None
         self.pool: list[HostBuffer] = []
+        # of the forward and of the backward pass; autograd alone keeps them
         self.last: Callable[[], Saved | None] = _nothing
-        self.current: Callable[[], Saved | None] = (
-            _nothing  # of the forward and of the backward pass; autograd alone keeps them
-        )
+        self.current: Callable[[], Saved | None] = _nothing
         self.arguments: set[int] = set()  # where those of the last call lie
         # weights that autograd saves stay, on the device or, gathered, with their engine; a product saves its weight transposed
         shapes = {tuple(weight.shape) for block in blocks for weight in block.parameters() if weight.ndim > 1}
@@ -291,10 +287,8 @@ class BlockStreams:
                 self.weights.release()  # weights may be exchanged, for their average or back
             return result
         places = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        shared, self.arguments = (
-            places & self.arguments,
-            places,
-        )  # such as the text, which all blocks get: it is there anyway
+        # such as the text, which all blocks get: it is there anyway
+        shared, self.arguments = places & self.arguments, places
         before = self.last()
         saved = Saved(number, before, self.pool)
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, saved, shared), self._unpack):

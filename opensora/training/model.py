@@ -38,8 +38,13 @@ def build_model(
     if cfg.compile:
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
-    streams: dict[str, Any] = {"resident": cfg.weight_streaming, "activations": cfg.activation_offload}
-    stream_blocks(model, device, adapters=cfg.lora is not None, **streams)
+    stream_blocks(
+        model,
+        device,
+        resident=cfg.weight_streaming,
+        adapters=cfg.lora is not None,
+        activations=cfg.activation_offload,
+    )
     if sp_group is not None:
         parallelise(model, sp_group)
     return model

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
-from opensora.config.schema import LoraOptions, level_of
+from opensora.config.schema import FrozenWeights, LoraOptions, level_of
 from opensora.models.loading import store_frozen
 from opensora.training.lora import add_lora
 from tools.benchmark import denoisers
@@ -301,7 +301,12 @@ def wan(argv: Sequence[str]) -> None:
         "--checkpoint", nargs="+", type=level_of, metavar="LEVEL", help="values of grad_checkpoint to try"
     )
     options.add_argument("--all-levels", action="store_true", help="a row for each value of grad_checkpoint")
-    options.add_argument("--frozen-weights", default="bf16", help="the config's; of LoRA and forward passes")
+    options.add_argument(
+        "--frozen-weights",
+        default="bf16",
+        choices=get_args(FrozenWeights),
+        help="the config's; of LoRA and forward passes",
+    )
     options.add_argument("--weight-streaming", type=int, default=0, metavar="K", help="the config's")
     options.add_argument("--activation-offload", action="store_true", help="the config's")
     options.add_argument("--optimizer-offload", action="store_true", help="the config's")
